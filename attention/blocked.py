@@ -55,16 +55,16 @@ class Block(NamedTuple):
     keys: slice
     shape: tuple[int, ...]  # of the block's scores, [b, g, M, rows, width]
 
-    def query_rows(self, tensor: Tensor) -> Tensor:
+    def select_queries(self, tensor: Tensor) -> Tensor:
         """The block's part of queries ``[B, G, M, T, D]``, as ``[b * g, M * rows, D]``."""
         part = tensor[self.batch, self.groups, :, self.queries]
         return part.flatten(2, 3).flatten(0, 1)
 
-    def key_rows(self, tensor: Tensor) -> Tensor:
+    def select_keys(self, tensor: Tensor) -> Tensor:
         """The block's part of keys ``[B, G, S, D]``, as ``[b * g, width, D]``."""
         return tensor[self.batch, self.groups, self.keys].flatten(0, 1)
 
-    def bias_part(self, bias: Tensor) -> Tensor:
+    def select_bias(self, bias: Tensor) -> Tensor:
         """The block's part of ``bias [1|B, 1|H, T, S]``: ``[1|b, 1|g, 1|M, rows, width]``."""
         members = 1 if bias.shape[1] == 1 else self.shape[2]
         bias = torch.unflatten(bias, 1, (-1, members))
@@ -91,7 +91,7 @@ class AttentionScores:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def blocks(self, buffers: int = 1) -> Iterator[Block]:
+    def split_into_blocks(self, buffers: int = 1) -> Iterator[Block]:
         """Yield the blocks that see at least one key, each with as many scores as fit the budget,
         or one key head's.
 
@@ -104,7 +104,7 @@ class AttentionScores:
         budget = (_CPU_SCORES if self.queries[0].is_cpu else _GPU_SCORES) // buffers
         step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * keys)))
         # ranges of keys are widened to few widths; the mask hides the keys too many
-        grain = _key_step(self.keys[0])
+        grain = _choose_key_step(self.keys[0])
         for first in range(0, queries, step):
             last = min(first + step, queries)
             low, high = self.rule.key_range(first, last, keys)
@@ -127,22 +127,22 @@ class AttentionScores:
                     (row_end - row, group_end - group, members, last - first, high - low),
                 )
 
-    def multiply(self, block: Block) -> Tensor:
+    def compute_scores(self, block: Block) -> Tensor:
         """``scale * query . key`` for a block: ``[b * g, M * rows, width]``."""
         pairs = zip(self.queries, self.keys, strict=True)
         products = [
-            multiply_keys(self.scale * block.query_rows(query), block.key_rows(key))
+            multiply_keys(self.scale * block.select_queries(query), block.select_keys(key))
             for query, key in pairs
         ]
         return products[0] if len(products) == 1 else products[0].add_(products[1])
 
-    def weigh(self, block: Block) -> Tensor:
+    def compute_weights(self, block: Block) -> Tensor:
         """The weights of a block: ``[b * g, M * rows, width]``; zeros if a query sees no key."""
-        scores = self.multiply(block)
+        scores = self.compute_scores(block)
         maps = scores.view(block.shape)
         if self.softcap is not None:
             maps.div_(self.softcap).tanh_().mul_(self.softcap)
-        seen = None if self.bias is None else block.bias_part(self.bias)
+        seen = None if self.bias is None else block.select_bias(self.bias)
         if seen is not None and seen.dtype != torch.bool:
             maps += seen
             seen = None
@@ -209,15 +209,15 @@ def weigh_values(
     """
     query = scores.queries[0]
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    for block in scores.blocks():
-        weights = scores.weigh(block)
-        _store_rows(result, block, multiply_values(weights, block.key_rows(value)))
+    for block in scores.split_into_blocks():
+        weights = scores.compute_weights(block)
+        _write_block_rows(result, block, multiply_values(weights, block.select_keys(value)))
         if saved is not None:
             saved.append(weights)
     return result
 
 
-def _store_rows(result: Tensor, block: Block, rows: Tensor) -> None:
+def _write_block_rows(result: Tensor, block: Block, rows: Tensor) -> None:
     """Write the block's ``rows [b * g, M * rows, D]`` of ``result [B, G, M, T, D]``."""
     part = result[block.batch, block.groups, :, block.queries]
     part.copy_(rows.view(part.shape))
@@ -252,11 +252,11 @@ class _BlockedAttention(torch.autograd.Function):
         value_grad = grad.new_zeros(value.shape, dtype=wide)
         sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
         with torch.autocast(grad.device.type, enabled=False):
-            for index, block in enumerate(scores.blocks()):
-                weights = saved[index] if saved else scores.weigh(block)
-                grad_rows = block.query_rows(grad)
-                block.key_rows(value_grad).add_(weights.mT @ grad_rows)
-                change = multiply_keys(grad_rows, block.key_rows(value))
+            for index, block in enumerate(scores.split_into_blocks()):
+                weights = saved[index] if saved else scores.compute_weights(block)
+                grad_rows = block.select_queries(grad)
+                block.select_keys(value_grad).add_(weights.mT @ grad_rows)
+                change = multiply_keys(grad_rows, block.select_keys(value))
                 if sinks is not None:
                     # a sink takes its share of each row and has no value
                     mean = (change * weights).sum(-1, keepdim=True, dtype=wide)
@@ -268,11 +268,13 @@ class _BlockedAttention(torch.autograd.Function):
                 change = torch._softmax_backward_data(change, weights, -1, change.dtype)
                 if scores.softcap is not None:
                     # derivative of softcap * tanh(x / softcap): 1 - tanh^2
-                    capped = scores.multiply(block).div_(scores.softcap).tanh_()
+                    capped = scores.compute_scores(block).div_(scores.softcap).tanh_()
                     change.addcmul_(change, capped.square_(), value=-1)
                 change *= scores.scale
-                _store_rows(query_grad, block, multiply_values(change, block.key_rows(key)))
-                block.key_rows(key_grad).add_(change.mT @ block.query_rows(query))
+                _write_block_rows(
+                    query_grad, block, multiply_values(change, block.select_keys(key))
+                )
+                block.select_keys(key_grad).add_(change.mT @ block.select_queries(query))
         return (
             None,
             value_grad.to(value.dtype),
@@ -284,11 +286,11 @@ class _BlockedAttention(torch.autograd.Function):
 
 # The matrix products of a block. For bfloat16 on a CPU, oneDNN compiles a program for every new
 # shape (a millisecond and a megabyte each), and the number of keys changes at every decoding step:
-# a multiple of ``_key_step`` keys is multiplied in bfloat16 and the remainder in float32. Shapes:
+# a multiple of ``_choose_key_step`` keys is multiplied in bfloat16 and the remainder in float32. Shapes:
 # ``n`` matrices with ``r`` rows, ``w`` keys and ``d`` dims.
 
 
-def _key_step(keys: Tensor) -> int:
+def _choose_key_step(keys: Tensor) -> int:
     """Step for splitting ``keys [..., w, d]``: 1 where a new shape costs nothing, otherwise a power
     of two.
     """
@@ -300,7 +302,7 @@ def _key_step(keys: Tensor) -> int:
 
 def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
     """``rows keys^T``: ``[n, r, d]``, ``[n, w, d]`` -> ``[n, r, w]``."""
-    remainder = keys.shape[1] % _key_step(keys)
+    remainder = keys.shape[1] % _choose_key_step(keys)
     if not remainder:
         return torch.bmm(rows, keys.mT)
     even = torch.bmm(rows, keys[:, :-remainder].mT)
@@ -310,7 +312,7 @@ def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
 
 def multiply_values(weights: Tensor, values: Tensor) -> Tensor:
     """``weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``."""
-    remainder = values.shape[1] % _key_step(values)
+    remainder = values.shape[1] % _choose_key_step(values)
     if not remainder:
         return torch.bmm(weights, values)
     rest = torch.bmm(weights[..., -remainder:].float(), values[:, -remainder:].float())

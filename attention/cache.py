@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.checks import expect_alike
+from kvfold.attention.checks import expect_dtype_and_device
 
 # growing copies at most three tokens per token held, however long the cache becomes
 _GROWTH = 1.5
@@ -41,7 +41,7 @@ class SlotCache:
         """Bytes of the slots in use, ``length`` per sequence."""
         return sum(buffer[..., : self.length, :].nbytes for buffer in self.buffers)
 
-    def _append(self, **tokens: Tensor) -> tuple[Tensor, ...]:
+    def _append_tokens(self, **tokens: Tensor) -> tuple[Tensor, ...]:
         """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ...,
         length, width]`` each.
         """
@@ -50,7 +50,7 @@ class SlotCache:
             shape = [*buffer.shape[:-2], count, buffer.shape[-1]]
             if list(token.shape) != shape:
                 raise ValueError(f"{name} has shape {list(token.shape)}; it must be {shape}")
-            expect_alike(name, token, "the cache", buffer)
+            expect_dtype_and_device(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} requires a gradient, which caches do not support; use torch.no_grad()"
@@ -92,7 +92,7 @@ class KVCache(SlotCache):
 
         The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``.
         """
-        return self._append(key=key, value=value)
+        return self._append_tokens(key=key, value=value)
 
 
 class LatentCache(SlotCache):
@@ -108,4 +108,4 @@ class LatentCache(SlotCache):
         """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B,
         length, R + P]``.
         """
-        return self._append(latent=latent)[0]
+        return self._append_tokens(latent=latent)[0]

@@ -34,7 +34,7 @@ def expect_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
 
-def expect_alike(
+def expect_dtype_and_device(
     name: str,
     tensor: Tensor,
     other_name: str,

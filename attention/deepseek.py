@@ -29,15 +29,15 @@ from transformers.models.youtu import modeling_youtu as youtu
 
 from kvfold.attention.latent import (
     absorb_query,
-    absorption_pays,
+    attend_to_latents,
     expand_value,
-    latent_decode,
+    is_absorption_cheaper,
 )
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
-class _Absorbed:
+class _AbsorbedAttentionMixin:
     """Mixin for a stock attention class: its decoding steps attend to the latents."""
 
     modeling: ModuleType  # where the stock class and its rotary embedding are defined
@@ -54,7 +54,7 @@ class _Absorbed:
         is the stock form, the attention weights ``[B, H, T, S]``.
         """
         stock: Any = super()
-        if not _absorbs(self, hidden_states, attention_mask, past_key_values):
+        if not _should_absorb(self, hidden_states, attention_mask, past_key_values):
             result: tuple[Tensor, Tensor | None] = stock.forward(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -63,13 +63,13 @@ class _Absorbed:
                 **kwargs,
             )
             return result
-        output = _decode(
+        output = _attend_absorbed(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
         )
         return output, None
 
 
-def _absorbs(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
+def _should_absorb(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
     """True if attending to the latents is cheaper and possible: no gradient, and the mask and
     weight are readable.
     """
@@ -91,10 +91,12 @@ def _absorbs(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
     if not readable or not at_hand or torch.is_autocast_enabled(hidden.device.type):
         return False
     # several queries at once, as in speculative decoding, may be cheaper explicitly
-    return absorption_pays(queries, layer.qk_nope_head_dim, layer.v_head_dim, layer.kv_lora_rank)
+    return is_absorption_cheaper(
+        queries, layer.qk_nope_head_dim, layer.v_head_dim, layer.kv_lora_rank
+    )
 
 
-def _decode(
+def _attend_absorbed(
     layer: Any,
     hidden: Tensor,
     position_embeddings: Any,
@@ -144,25 +146,25 @@ def _decode(
     # views: nothing is copied
     up = layer.kv_b_proj.weight.view(-1, nope_dim + layer.v_head_dim, layer.kv_lora_rank)
     query = absorb_query(nope, up[:, :nope_dim])
-    z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], layer.scaling, mask)
+    z = attend_to_latents(query, rope, latent[:, 0], key_rope[:, 0], layer.scaling, mask)
     z = expand_value(z, up[:, nope_dim:]).transpose(1, 2)  # [B, T, H, Dv]
     output: Tensor = layer.o_proj(z.flatten(2))
     return output
 
 
-class AbsorbedDeepseekV2Attention(_Absorbed, deepseek_v2.DeepseekV2Attention):  # type: ignore[misc]
+class AbsorbedDeepseekV2Attention(_AbsorbedAttentionMixin, deepseek_v2.DeepseekV2Attention):  # type: ignore[misc]
     modeling = deepseek_v2
 
 
-class AbsorbedDeepseekV3Attention(_Absorbed, deepseek_v3.DeepseekV3Attention):  # type: ignore[misc]
+class AbsorbedDeepseekV3Attention(_AbsorbedAttentionMixin, deepseek_v3.DeepseekV3Attention):  # type: ignore[misc]
     modeling = deepseek_v3
 
 
-class AbsorbedMistral4Attention(_Absorbed, mistral4.Mistral4Attention):  # type: ignore[misc]
+class AbsorbedMistral4Attention(_AbsorbedAttentionMixin, mistral4.Mistral4Attention):  # type: ignore[misc]
     modeling = mistral4
 
 
-class AbsorbedYoutuAttention(_Absorbed, youtu.YoutuAttention):  # type: ignore[misc]
+class AbsorbedYoutuAttention(_AbsorbedAttentionMixin, youtu.YoutuAttention):  # type: ignore[misc]
     modeling = youtu
 
 
@@ -186,17 +188,19 @@ def absorb(model: AnyModel) -> AnyModel:
             f"{type(model).__name__} has no DeepSeek, Youtu or Mistral4 attention to absorb;"
             " convert its checkpoint to MLA first: `kvfold convert MODEL OUT --to mla`"
         )
-    return _change_classes(model, ABSORBED)
+    return _swap_attention_classes(model, ABSORBED)
 
 
 def unabsorb(model: AnyModel) -> AnyModel:
     """Restore the stock attention of every absorbed layer of ``model``, in place; returns
     ``model``.
     """
-    return _change_classes(model, _STOCK)
+    return _swap_attention_classes(model, _STOCK)
 
 
-def _change_classes(model: AnyModel, classes: dict[type[nn.Module], type[nn.Module]]) -> AnyModel:
+def _swap_attention_classes(
+    model: AnyModel, classes: dict[type[nn.Module], type[nn.Module]]
+) -> AnyModel:
     """Change the class of modules, and rebind the forward that accelerate's hooks (``device_map``)
     have stored.
     """

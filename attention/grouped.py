@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention.blocked import AttentionScores, blocked_attention
-from kvfold.attention.checks import expect_alike, expect_divides, expect_shape
-from kvfold.attention.mask import Visibility, visibility
+from kvfold.attention.checks import expect_divides, expect_dtype_and_device, expect_shape
+from kvfold.attention.mask import Visibility, check_mask_arguments
 
 # Gradients over very few keys are differences of nearly equal numbers, which torch's kernel rounds
 # apart: over a single key its gradient is not zero. Blocks keep them exact. The limit is chosen,
@@ -50,9 +50,9 @@ def grouped_attention(
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
     expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
-    expect_alike("key", key, "query", query)
-    expect_alike("value", value, "query", query)
-    rule = visibility(
+    expect_dtype_and_device("key", key, "query", query)
+    expect_dtype_and_device("value", value, "query", query)
+    rule = check_mask_arguments(
         query,
         keys,
         causal=causal,
@@ -61,10 +61,10 @@ def grouped_attention(
         starts=starts,
         lengths=lengths,
     )
-    return attend(query, key, value, rule, width**-0.5 if scale is None else scale)
+    return apply_grouped_attention(query, key, value, rule, width**-0.5 if scale is None else scale)
 
 
-def attend(
+def apply_grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

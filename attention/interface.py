@@ -79,7 +79,7 @@ def blockwise_attention(
     return z.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def _mask(
+def _make_mask(
     *args: Any,
     config: Any = None,
     allow_is_causal_skip: bool = True,
@@ -95,4 +95,4 @@ def _mask(
 
 
 AttentionInterface.register(BLOCKWISE, blockwise_attention)
-AttentionMaskInterface.register(BLOCKWISE, _mask)
+AttentionMaskInterface.register(BLOCKWISE, _make_mask)

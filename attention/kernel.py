@@ -61,13 +61,13 @@ def choose_tile(heads: int, rank: int, rope: int, size: int, shared: float) -> t
 
 
 @cache
-def _most_shared_bytes(card: int) -> int:
+def _read_max_shared_memory(card: int) -> int:
     """The most shared memory of a program on this card."""
     return int(triton.runtime.driver.active.utils.get_device_properties(card)["max_shared_mem"])
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
+def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
     query,
     query_rope,
     latent,
@@ -170,7 +170,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
+def _merge_parts_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
     z,
     log_sums,
     result,
@@ -198,7 +198,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
     tl.store(result + row * R + r, merged.to(result.dtype.element_ty), mask=r < R)
 
 
-def decode_latent(
+def run_latent_kernel(
     query: Tensor,
     query_rope: Tensor,
     latent: Tensor,
@@ -229,7 +229,7 @@ def decode_latent(
     shared = math.inf
     busy = 1
     if on_gpu:
-        shared = _most_shared_bytes(query.device.index)
+        shared = _read_max_shared_memory(query.device.index)
         # two waves of programs, one per multiprocessor at a time
         busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
     size = query.element_size()
@@ -250,7 +250,7 @@ def decode_latent(
     channels = min(_MERGED, rank_width)
     # Triton launches on the current device, wherever its arguments are
     with torch.cuda.device(query.device) if on_gpu else nullcontext():
-        _split_kernel[(batch, blocks, splits)](
+        _attend_to_part_kernel[(batch, blocks, splits)](
             query,
             query_rope,
             latent,
@@ -276,7 +276,7 @@ def decode_latent(
             num_warps=warps,
             num_stages=_STAGES,
         )
-        _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
+        _merge_parts_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z,
             log_sums,
             result,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.blocked import AttentionScores, weigh_values
-from kvfold.attention.checks import expect_alike, expect_shape
-from kvfold.attention.grouped import attend
-from kvfold.attention.mask import Visibility, visibility
+from kvfold.attention.checks import expect_dtype_and_device, expect_shape
+from kvfold.attention.grouped import apply_grouped_attention
+from kvfold.attention.mask import Visibility, check_mask_arguments
 
 _HAS_TRITON = find_spec("triton") is not None
 # DeepSeek's sizes; the kernel's tiles are laid out for them
@@ -63,10 +63,10 @@ def latent_attention(
         ("up_value", up_value, "H Dv R"),
     ):
         expect_shape(name, tensor, dims, sizes)
-        expect_alike(name, tensor, "query_nope", query_nope)
+        expect_dtype_and_device(name, tensor, "query_nope", query_nope)
     slots = latent.shape[1]
     rank = up_key.shape[2]
-    rule = visibility(
+    rule = check_mask_arguments(
         query_nope,
         slots,
         causal=causal,
@@ -81,16 +81,16 @@ def latent_attention(
         # the kernel has no gradient, and would read the keys outside of a window
         tensors = (query, query_rope, latent)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if window is None and not learns and kernel_takes(query, query_rope, None):
+        if window is None and not learns and kernel_supports(query, query_rope, None):
             seen = None
             if not rule.sees_all(1, slots):
                 seen = rule.block(slice(0, 1), slice(0, slots), latent.device)[:, None]
             c = latent[..., :rank]
-            z = latent_decode(query, query_rope, c, latent[..., rank:], scale, seen)
+            z = attend_to_latents(query, query_rope, c, latent[..., rank:], scale, seen)
         else:
             keys = latent[:, None]
             query = torch.cat([query, query_rope], -1)
-            z = attend(query, keys, keys[..., :rank], rule, scale)
+            z = apply_grouped_attention(query, keys, keys[..., :rank], rule, scale)
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     nope, value = (
@@ -99,10 +99,10 @@ def latent_attention(
     rope = latent[:, None, :, rank:].expand(-1, len(up_key), -1, -1)
     key = torch.cat([nope, rope], -1)
     query = torch.cat([query_nope, query_rope], -1)
-    return attend(query, key, value, rule, scale)
+    return apply_grouped_attention(query, key, value, rule, scale)
 
 
-def latent_decode(
+def attend_to_latents(
     query: Tensor,
     query_rope: Tensor,
     latent: Tensor,
@@ -119,14 +119,14 @@ def latent_decode(
     """
     # eagerly, an operator's call is slower than a short step
     if torch.compiler.is_compiling():
-        result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
+        result: Tensor = _latent_decode_operator(query, query_rope, latent, key_rope, scale, mask)
         return result
-    if kernel_takes(query, query_rope, mask):
+    if kernel_supports(query, query_rope, mask):
         # imports Triton, which is optional
-        from kvfold.attention.kernel import decode_latent
+        from kvfold.attention.kernel import run_latent_kernel
 
         seen = None if mask is None else mask[:, 0, 0]
-        return decode_latent(query, query_rope, latent, key_rope, scale, mask=seen)
+        return run_latent_kernel(query, query_rope, latent, key_rope, scale, mask=seen)
     # all heads are members of one key head, and nothing of the cache is copied
     queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
     keys = (latent.unsqueeze(1), key_rope.unsqueeze(1))
@@ -134,12 +134,12 @@ def latent_decode(
     return weigh_values(scores, keys[0]).squeeze(1)
 
 
-def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
+def kernel_supports(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
     """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``,
     ``P <= 64``.
 
     The card needs compute capability 8.0, as Triton does. A mask must be boolean and the same for
-    all heads. Shapes as in ``latent_decode``.
+    all heads. Shapes as in ``attend_to_latents``.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not _HAS_TRITON or query.device.type != "cuda" or not half or query.shape[2] != 1:
@@ -152,7 +152,7 @@ def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool
 
 
 @torch.library.custom_op("kvfold::latent_decode", mutates_args=())
-def _operator(
+def _latent_decode_operator(
     query: Tensor,
     query_rope: Tensor,
     latent: Tensor,
@@ -160,15 +160,15 @@ def _operator(
     scale: float,
     mask: Tensor | None,
 ) -> Tensor:
-    return latent_decode(query, query_rope, latent, key_rope, scale, mask)
+    return attend_to_latents(query, query_rope, latent, key_rope, scale, mask)
 
 
-@_operator.register_fake
-def _(query: Tensor, *rest: object) -> Tensor:
+@_latent_decode_operator.register_fake
+def _make_fake_result(query: Tensor, *rest: object) -> Tensor:
     return query.new_empty(query.shape)
 
 
-def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
+def is_absorption_cheaper(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
     """True if absorbed attention needs fewer multiplications than explicit attention for ``T =
     queries``.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
+from kvfold.attention.checks import expect_at_least, expect_dtype_and_device, expect_shape
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Visibility:
         return seen
 
 
-def visibility(
+def check_mask_arguments(
     query: Tensor,
     keys: int,
     *,
@@ -96,7 +96,7 @@ def visibility(
         if slots is None:
             continue
         expect_shape(name, slots, "B", {"B": len(query)})
-        expect_alike(name, slots, "query", query, dtype=False)
+        expect_dtype_and_device(name, slots, "query", query, dtype=False)
         if slots.is_floating_point():
             raise ValueError(f"{name} has dtype {slots.dtype}; it must be torch.int64")
     # else the positions of queries among the keys do not matter

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
 from kvfold.attention.checks import expect_shape
 from kvfold.attention.grouped import grouped_attention
-from kvfold.attention.latent import absorption_pays, latent_attention
+from kvfold.attention.latent import is_absorption_cheaper, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
 
 
-class Rotation(nn.Module):
+class RotaryEmbedding(nn.Module):
     """``apply_rotary`` with fixed ``frequencies [Dr / 2]``, which stay float64 even if the module
     is cast.
     """
@@ -68,7 +68,7 @@ class GroupedAttention(nn.Module):
         self.key = key
         self.value = value
         self.output = output
-        self.rotation = None if frequencies is None else Rotation(frequencies, layout)
+        self.rotation = None if frequencies is None else RotaryEmbedding(frequencies, layout)
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         self.up = up
         self.output = output
         self.latent_norm = latent_norm or nn.Identity()
-        self.rotation = Rotation(frequencies, layout)
+        self.rotation = RotaryEmbedding(frequencies, layout)
         self.heads = heads
         self.kv_rank = kv_rank
         self.rope_dim = rope_dim
@@ -172,7 +172,7 @@ class LatentAttention(nn.Module):
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``. Arguments as in ``GroupedAttention``.
 
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
-        cache, ``absorption_pays`` decides.
+        cache, ``is_absorption_cheaper`` decides.
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
@@ -187,7 +187,7 @@ class LatentAttention(nn.Module):
             latent = cache.append(latent)
         if absorbed is None:
             # training and encoding have gradients or many queries for each slot
-            pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
+            pays = is_absorption_cheaper(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
             absorbed = cache is not None and pays
         ups = torch.unflatten(self.up.weight.to(nope.dtype), 0, (self.heads, -1))
         up_key, up_value = torch.split(ups, [self.nope_dim, self.value_dim], 1)

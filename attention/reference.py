@@ -83,7 +83,7 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 @dataclass(frozen=True)
-class Masks:
+class MaskSettings:
     """Mask settings for one sequence."""
 
     causal: bool = True
@@ -111,15 +111,15 @@ class Masks:
         return score.masked_fill(hidden, -torch.inf)
 
 
-CAUSAL = Masks()
-BIDIRECTIONAL = Masks(causal=False)
+CAUSAL = MaskSettings()
+BIDIRECTIONAL = MaskSettings(causal=False)
 
 
-def attention(
+def attend_one_head(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: Masks,
+    masks: MaskSettings,
     scale: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani
@@ -183,7 +183,7 @@ class LatentProjections:
 def grouped_query_attention(
     x: Tensor,
     w: GroupedProjections,
-    masks: Masks = CAUSAL,
+    masks: MaskSettings = CAUSAL,
     rotary: Rotate | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
@@ -199,10 +199,10 @@ def grouped_query_attention(
     source = x if memory is None else memory
     key = project_heads(source, w.key, w.key_bias, rotary)
     value = project_heads(source, w.value, w.value_bias)
-    return project_output(grouped_query_heads(query, key, value, masks), w.output, w.output_bias)
+    return project_output(attend_grouped_heads(query, key, value, masks), w.output, w.output_bias)
 
 
-def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
+def attend_grouped_heads(query: Tensor, key: Tensor, value: Tensor, masks: MaskSettings) -> Tensor:
     """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` ->
     ``[H, T, Dv]``.
 
@@ -210,17 +210,17 @@ def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks)
     """
     share = query.shape[0] // key.shape[0]
     return torch.stack(
-        [attention(q, key[h // share], value[h // share], masks) for h, q in enumerate(query)]
+        [attend_one_head(q, key[h // share], value[h // share], masks) for h, q in enumerate(query)]
     )
 
 
-def latent_heads(
+def attend_latent_heads(
     nope: Tensor,
     rope: Tensor,
     c: Tensor,
     rope_key: Tensor,
     w: LatentProjections,
-    masks: Masks,
+    masks: MaskSettings,
     absorbed: bool = False,
 ) -> Tensor:
     """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)``
@@ -241,7 +241,7 @@ def latent_heads(
             query = nope[h]
             key = project(c, w.up_key[h])
             value = project(c, w.up_value[h])
-        z = attention(
+        z = attend_one_head(
             torch.cat([query, rope[h]], -1),
             torch.cat([key, rope_key], -1),
             value,
@@ -266,4 +266,6 @@ def latent_attention(
     rope = project_heads(c_q, w.query_rope, None, rotary)
     c = project(x, w.latent)
     rope_key = rotary(project(x, w.rope_key), torch.arange(len(x)))
-    return project_output(latent_heads(nope, rope, c, rope_key, w, CAUSAL, absorbed), w.output)
+    return project_output(
+        attend_latent_heads(nope, rope, c, rope_key, w, CAUSAL, absorbed), w.output
+    )

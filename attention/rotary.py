@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_alike, expect_shape
+from kvfold.attention.checks import expect_dtype_and_device, expect_shape
 
 RotaryLayout = Literal["half", "interleaved"]
 
@@ -35,7 +35,7 @@ def rotary_tables(
     Positions may be any integers or real numbers, including shifted, repeated or interpolated
     positions.
     """
-    expect_alike("positions", positions, "frequencies", frequencies, dtype=False)
+    expect_dtype_and_device("positions", positions, "frequencies", frequencies, dtype=False)
     # Apple GPUs have no float64
     wide = torch.float32 if frequencies.device.type == "mps" else torch.float64
     angles = positions.to(wide)[..., None] * frequencies.to(wide)
@@ -51,7 +51,7 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout 
     rotary = 2 * cos.shape[-1]
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout is {layout!r}; it must be 'half' or 'interleaved'")
-    expect_alike("x", x, "tables", cos, dtype=False)
+    expect_dtype_and_device("x", x, "tables", cos, dtype=False)
     expect_shape("tables", cos, "B T Dr/2", {"T": x.shape[2]})
     wide = torch.promote_types(x.dtype, torch.float32)
     # [1|B, 1, T, Dr / 2]

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
 from kvfold.convert.formatting import format_table
-from kvfold.convert.methods.registry import methods_of
+from kvfold.convert.methods.registry import list_methods
 from kvfold.convert.options import collect_options
 from kvfold.convert.request import ConvertRequest
 
@@ -76,7 +76,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     if to not in (None, options.get("to")):
         specs = collect_options(ConvertRequest)
         displaced |= {name for name in specs if to not in (specs[name].targets or (to,))}
-        if options.get("method") not in methods_of(to):
+        if options.get("method") not in list_methods(to):
             displaced.add("method")
     values = {name: value for name, value in options.items() if name not in displaced}
     try:

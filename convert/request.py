@@ -152,12 +152,12 @@ class ConvertRequest(CalibratedRequest):
     budget: int | None = _latent("Choose R + P = N by measured drift (mla).", minimum=4)
     method: str | None = option(
         None,
-        f"Default: {DEFAULT} (calibrated). gqa, mqa: {', '.join(registry.methods_of('gqa'))}; mla:"
-        f" {', '.join(registry.methods_of('mla'))}; or MODULE:NAME.",
+        f"Default: {DEFAULT} (calibrated). gqa, mqa: {', '.join(registry.list_methods('gqa'))}; mla:"
+        f" {', '.join(registry.list_methods('mla'))}; or MODULE:NAME.",
         metavar="NAME",
     )
     objective: str | None = _fold(
-        f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.objectives())}, or"
+        f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.list_objectives())}, or"
         f" MODULE:NAME. Default: {registry.DEFAULT_OBJECTIVE}.",
         metavar="NAME",
     )

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
 
 from kvfold.attention import absorb
-from kvfold.attention.kernel import decode_latent
+from kvfold.attention.kernel import run_latent_kernel
 from kvfold.convert import (
     ConvertRequest,
     UptrainRequest,
@@ -189,13 +189,13 @@ def measure_kernel(run: Run, heads: int, batch: int, context: int, copy: float) 
     queries = torch.randn(batch, heads, 1, rank + rope, device=run.device, dtype=dtype)
     inputs = [queries[..., :rank], queries[..., rank:], stored[..., :rank], stored[..., rank:]]
     scale = (128 + rope) ** -0.5
-    spent = median_seconds(lambda: decode_latent(*inputs, scale), run.device)
+    spent = median_seconds(lambda: run_latent_kernel(*inputs, scale), run.device)
     row: Row = {"us": 1e6 * spent, "gb_per_s": stored.nbytes / spent / 1e9}
     row["of_copy"] = stored.nbytes / spent / copy
     if context >= 8192 and batch >= 16:
         row["reached"] = row["of_copy"] >= COPY_SHARE
     exact = attend(*(x[:1].double() for x in inputs), scale)
-    error = (decode_latent(*(x[:1] for x in inputs), scale) - exact).norm()
+    error = (run_latent_kernel(*(x[:1] for x in inputs), scale) - exact).norm()
     plain = (attend(*(x[:1] for x in inputs), scale) - exact).norm()
     row["error_ratio"] = float(error / plain)
     row["right"] = row["error_ratio"] <= LARGEST_ERROR_RATIO
@@ -213,7 +213,7 @@ def measure_kernel(run: Run, heads: int, batch: int, context: int, copy: float) 
 
 
 def attend(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: float) -> Tensor:
-    """The formula of `decode_latent`."""
+    """The formula of `run_latent_kernel`."""
     scores = scale * (query @ latent[:, None].mT + rope @ key[:, None].mT)
     return scores.softmax(-1) @ latent[:, None]
 

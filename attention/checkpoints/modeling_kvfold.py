@@ -25,7 +25,7 @@ from transformers.conversion_mapping import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-class FixedRotation(nn.Module):
+class FixedRotaryEmbedding(nn.Module):
     """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]``
     (radians per position).
 
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
         self.head_dim: int = values["head_dim"]
         query_dim = self.heads * self.head_dim
         self.o_proj = nn.Linear(query_dim, values["model_dim"], bias=values["o_bias"])
-        self.rotation: FixedRotation | None = None
+        self.rotation: FixedRotaryEmbedding | None = None
         self.scaling: float = values["scale"]
         # arguments of attention functions in addition to the mask
         self.rules = {
@@ -128,7 +128,7 @@ class GroupedSelfAttention(SelfAttention):
         self.num_key_value_groups = self.heads // values["kv_heads"]
         self.clip: float | None = values.get("clip")
         if values["frequencies"]:
-            self.rotation = FixedRotation(values["frequencies"], values["amplitude"])
+            self.rotation = FixedRotaryEmbedding(values["frequencies"], values["amplitude"])
 
     def attend(
         self,
@@ -167,7 +167,7 @@ class QueryNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [B, T, H, D]``."""
-        centered, inverse = split_norm(x, self.norm)
+        centered, inverse = compute_norm_parts(x, self.norm)
         normed: Tensor = centered * inverse * (self.weight.float() + self.norm["offset"])
         return normed.to(x.dtype)
 
@@ -218,7 +218,7 @@ class LatentSelfAttention(SelfAttention):
                 self.q_rope_proj = nn.Linear(self.head_dim, rope_query_dim, bias=False)
         if self.rope_dim:
             # an amplitude is part of the weights
-            self.rotation = FixedRotation(values["frequencies"], 1.0)
+            self.rotation = FixedRotaryEmbedding(values["frequencies"], 1.0)
         self.num_key_value_groups = 1
 
     def attend(
@@ -240,7 +240,7 @@ class LatentSelfAttention(SelfAttention):
         rope = self.rotate(down[..., self.rank :], positions)
         if self.norm is not None:
             keys = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-            _, inverse = split_norm(keys, self.norm)
+            _, inverse = compute_norm_parts(keys, self.norm)
             rope = torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
@@ -304,7 +304,7 @@ VARIANTS = {
 }
 
 
-def split_norm(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def compute_norm_parts(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The numerator and the inverse divisor of a norm of ``x [B, T, heads, D]``, both in float32.
 
     The numerator is ``x``, minus its mean if the norm's ``kind`` is "layer". The inverse divisor is
@@ -398,7 +398,7 @@ def eager_attention_forward(
     return (weights @ value.repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), weights
 
 
-class Replaced:
+class AttentionReplacementMixin:
     """Mixin for a stock model class that builds the stock model, then replaces its attention
     modules.
     """
@@ -437,7 +437,7 @@ def __getattr__(name: str) -> type:
         # transformers 5.17 takes sdpa for Gemma 2, which has no soft cap
         if getattr(stock_config, "attn_logit_softcapping", None) is not None:
             attributes["_supports_sdpa"] = False
-        built = type(name, (Replaced, stock), attributes)
+        built = type(name, (AttentionReplacementMixin, stock), attributes)
         # tensor names in checkpoint files are registered by class or by model type
         for key in (stock.__name__, stock_config.model_type):
             if mapping := get_checkpoint_conversion_mapping(key):

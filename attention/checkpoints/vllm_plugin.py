@@ -18,7 +18,7 @@ from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 from kvfold.attention.checkpoints.registered import register_models
 
 
-class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
+class VllmGroupedSelfAttention(modeling_kvfold.GroupedSelfAttention):
     """Grouped attention over the pages of vLLM, which looks for the call of its function in the
     source of `forward`.
     """
@@ -44,7 +44,7 @@ def register() -> None:
     again.
     """
     register_models()
-    modeling_kvfold.VARIANTS["vllm grouped"] = ServedSelfAttention
+    modeling_kvfold.VARIANTS["vllm grouped"] = VllmGroupedSelfAttention
     for source in SOURCES:
         stock = CONFIG_MAPPING[source]
         config = getattr(modeling_kvfold, f"Kvfold{stock.__name__}")
@@ -53,10 +53,10 @@ def register() -> None:
         if model.is_backend_compatible() and not hasattr(stock(), "num_key_value_heads"):
             setattr(transformers, model.__name__, model)
             # A source's config may hold the name too, with its own number.
-            config.num_key_value_heads = property(_kv_heads, lambda config, value: None)
+            config.num_key_value_heads = property(_read_kv_heads, lambda config, value: None)
 
 
-def _kv_heads(config: Any) -> int:
+def _read_kv_heads(config: Any) -> int:
     """The key/value heads, under the name by which vLLM asks for the size of the cache."""
     facts = config.kvfold
     if facts["variant"] != "grouped":

@@ -40,7 +40,7 @@ class LayerDrift:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PositionRangeDrift:
     """The ``excess`` loss and ``kl`` of tokens ``start`` to ``end``, in nats, with 95 % margins
     over ``sequences``.
     """
@@ -55,7 +55,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class DriftMeasurement:
     """A student measured against a teacher.
 
     kl: mean KL(p || p') between next-token distributions, in nats
@@ -75,7 +75,7 @@ class Measurement:
     kl_margin: float | None = None
     excess_margin: float | None = None
     layers: tuple[LayerDrift, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[PositionRangeDrift, ...] = ()
     by_sequence: tuple[tuple[float, float, float], ...] = ()
 
     @property
@@ -86,13 +86,13 @@ class Measurement:
         return self.student_loss - self.teacher_loss
 
 
-def compare(
+def compare_models(
     teacher: LayerStream,
     student: LayerStream,
     tokens: Tensor,
     batch: int,
     progress: Callable[[], None] = lambda: None,
-) -> Measurement:
+) -> DriftMeasurement:
     """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; call ``progress()``
     after each layer.
     """
@@ -131,11 +131,11 @@ def compare_layer(
             (output.states, local.states),
             (output.states, propagated.states),
         ]
-        errors.append(torch.stack([_squared_error(*pair) for pair in pairs]))
+        errors.append(torch.stack([_sum_squared_error(*pair) for pair in pairs]))
         expected[batch] = output.states
         actual[batch] = propagated.states
     sums = torch.stack(errors).sum(0).tolist()
-    return LayerDrift(*[relative(*pair) for pair in sums])
+    return LayerDrift(*[compute_relative_error(*pair) for pair in sums])
 
 
 def compare_predictions(
@@ -144,7 +144,7 @@ def compare_predictions(
     expected: Sequence[Tensor],
     actual: Sequence[Tensor],
     batches: Sequence[Tensor],
-) -> Measurement:
+) -> DriftMeasurement:
     """Compare next-token distributions after the last layer, a few positions at a time to avoid
     storing ``[N, T, V]``.
 
@@ -157,7 +157,7 @@ def compare_predictions(
             f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
             " compare models with the same tokenizer and vocabulary size"
         )
-    bounds = stretch_bounds(batches[0].shape[1])
+    bounds = split_positions(batches[0].shape[1])
     budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
     sums = []
     for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
@@ -169,30 +169,35 @@ def compare_predictions(
                 span = slice(start, min(start + step, last - 1))
                 logits = teacher.logits(hidden[:, span])
                 others = student.logits(student_hidden[:, span]).to(teacher.device)
-                by_stretch[stretch] += distances(logits, others, labels[:, span]).cpu()
+                by_stretch[stretch] += sum_prediction_drift(logits, others, labels[:, span]).cpu()
         sums.append(by_stretch)
     by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]
     stretches = []
     for (first, last), values in zip(bounds, by_stretch, strict=True):
         kl, _, loss, student_loss = values / (last - first)  # [N] each
         excess = student_loss - loss
-        figures = (float(excess.mean()), margin(excess), float(kl.mean()), margin(kl))
-        stretches.append(Stretch(first, last, *figures, sequences=len(kl)))
+        figures = (
+            float(excess.mean()),
+            compute_margin(excess),
+            float(kl.mean()),
+            compute_margin(kl),
+        )
+        stretches.append(PositionRangeDrift(first, last, *figures, sequences=len(kl)))
     kl, agreement, loss, student_loss = by_stretch.sum(0) / labels.shape[1]
     excess = student_loss - loss
-    return Measurement(
+    return DriftMeasurement(
         kl=float(kl.mean()),
         agreement=float(agreement.mean()),
         teacher_loss=float(loss.mean()),
         student_loss=float(student_loss.mean()),
-        kl_margin=margin(kl),
-        excess_margin=margin(excess),
+        kl_margin=compute_margin(kl),
+        excess_margin=compute_margin(excess),
         stretches=tuple(stretches),
         by_sequence=tuple(zip(kl.tolist(), excess.tolist(), student_loss.tolist(), strict=True)),
     )
 
 
-def stretch_bounds(length: int) -> list[tuple[int, int]]:
+def split_positions(length: int) -> list[tuple[int, int]]:
     """First and end position of each stretch of the predicted tokens of sequences of ``length``:
     1-64, 64-128, ...
     """
@@ -205,7 +210,7 @@ def stretch_bounds(length: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*ends, length]))
 
 
-def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """``p log(p / q) - p + q`` elementwise; the sum over a whole distribution is the KL.
 
     Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and
@@ -218,14 +223,14 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
-def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods;
     ``[4, B]``, float64. Logits are ``[B, T, V]``, labels ``[B, T]``.
     """
-    log_p = _widen(logits).log_softmax(-1)
-    log_q = _widen(other).log_softmax(-1)
+    log_p = _cast_to_float32(logits).log_softmax(-1)
+    log_q = _cast_to_float32(other).log_softmax(-1)
     by_position = [
-        divergence_terms(log_p, log_q).sum(-1),
+        compute_kl_terms(log_p, log_q).sum(-1),
         log_p.argmax(-1) == log_q.argmax(-1),
         -log_p.gather(-1, labels[..., None])[..., 0],
         -log_q.gather(-1, labels[..., None])[..., 0],
@@ -233,7 +238,7 @@ def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([values.sum(-1, dtype=torch.float64) for values in by_position])
 
 
-def margin(values: Tensor) -> float | None:
+def compute_margin(values: Tensor) -> float | None:
     """Half-width of the 95 % confidence interval for the mean of independent ``values [N]``; None
     for one value.
 
@@ -249,25 +254,27 @@ def margin(values: Tensor) -> float | None:
     return quantile * float(values.std()) / math.sqrt(count)
 
 
-def relative(difference: float, size: float) -> float:
+def compute_relative_error(difference: float, size: float) -> float:
     """``sqrt(difference / size)``; 0 if the difference is 0, even if the size is 0 too."""
     if difference == 0:
         return 0.0
     return math.sqrt(difference / size) if size > 0 else math.inf
 
 
-def squares(values: Tensor) -> Tensor:
+def sum_squares(values: Tensor) -> Tensor:
     """Sum of squares, float64, left on the device: reading it would wait for it."""
-    total: Tensor = torch.linalg.vector_norm(_widen(values), dim=-1).double().square().sum()
+    total: Tensor = (
+        torch.linalg.vector_norm(_cast_to_float32(values), dim=-1).double().square().sum()
+    )
     return total
 
 
-def _squared_error(expected: Tensor, actual: Tensor) -> Tensor:
+def _sum_squared_error(expected: Tensor, actual: Tensor) -> Tensor:
     """Squared error and squared norm, on the device of ``expected``: ``[2]``, float64."""
-    difference = _widen(expected) - _widen(actual).to(expected.device)
-    return torch.stack([squares(difference), squares(expected)])
+    difference = _cast_to_float32(expected) - _cast_to_float32(actual).to(expected.device)
+    return torch.stack([sum_squares(difference), sum_squares(expected)])
 
 
-def _widen(values: Tensor) -> Tensor:
+def _cast_to_float32(values: Tensor) -> Tensor:
     """``values`` in at least float32."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

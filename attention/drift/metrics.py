@@ -2,7 +2,7 @@
 
 This is the only place that formats them: `kvfold drift`, `convert` and `sweep`, model cards,
 kvfold.json and HTML pages read ``METRICS``. To add a figure, measure it as a field of
-`compare.Measurement`, and describe it by a row here.
+`compare.DriftMeasurement`, and describe it by a row here.
 """
 
 import math
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvfold.attention.drift.compare import Measurement
+    from kvfold.attention.drift.compare import DriftMeasurement
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a `Measurement`.
+    """One figure of a `DriftMeasurement`.
 
     name: attribute of the measurement, and key in JSON; ``<name>_margin`` is half of its 95 %
         confidence interval, if that is measured
@@ -52,8 +52,8 @@ def format_metric(metric: Metric, measured: object, *, interval: bool = True) ->
     """The figure of ``measured`` as text, with its margin if there is one and ``interval`` is set;
     ``-`` if it is not finite.
     """
-    value = finite(getattr(measured, metric.name))
-    margin = finite(getattr(measured, f"{metric.name}_margin", None))
+    value = replace_non_finite(getattr(measured, metric.name))
+    margin = replace_non_finite(getattr(measured, f"{metric.name}_margin", None))
     if value is None:
         return "-"
     text = f"{value:{metric.spec}}"
@@ -63,7 +63,7 @@ def format_metric(metric: Metric, measured: object, *, interval: bool = True) ->
 
 
 def format_metrics(measured: object) -> str:
-    """The figures of ``measured``, which has some attributes of a `Measurement`, in a line:
+    """The figures of ``measured``, which has some attributes of a `DriftMeasurement`, in a line:
     ``excess +0.0690 ± 0.0250 nats, KL 0.0785 nats, top-1 78.7 %``.
     """
     return ", ".join(
@@ -73,12 +73,12 @@ def format_metrics(measured: object) -> str:
     )
 
 
-def format_error(error: float | None) -> str:
+def format_layer_error(error: float | None) -> str:
     """A relative error or a divergence of one layer, to three digits; ``-`` if it is not finite."""
-    return "-" if finite(error) is None else f"{error:.3g}"
+    return "-" if replace_non_finite(error) is None else f"{error:.3g}"
 
 
-def format_saving(before: float, after: float) -> str:
+def format_cache_saving(before: float, after: float) -> str:
     """How much smaller a cache became, such as ``87.5 % less``; ``?`` if none was measured."""
     if not before:
         return "?"
@@ -86,8 +86,8 @@ def format_saving(before: float, after: float) -> str:
     return f"{abs(saving):.1%} {'more' if saving < 0 else 'less'}".replace("%", " %")
 
 
-def metric_rows(
-    measured: "Measurement", floor: "Measurement | None"
+def make_metric_rows(
+    measured: "DriftMeasurement", floor: "DriftMeasurement | None"
 ) -> list[tuple[str, str, str, str]]:
     """A row of a table for each figure: title, nothing for the source, the figure, and what
     rounding alone causes.
@@ -95,14 +95,14 @@ def metric_rows(
     rows = []
     for metric in METRICS:
         # Other floors than shares are too small for the format of the figure.
-        rounding = format_error(getattr(floor, metric.name, None))
+        rounding = format_layer_error(getattr(floor, metric.name, None))
         if floor is not None and "%" in metric.spec:
             rounding = format_metric(metric, floor)
         rows.append((metric.title, "", format_metric(metric, measured), rounding))
     return rows
 
 
-def position_rows(measured: "Measurement") -> list[tuple[str, ...]]:
+def make_position_rows(measured: "DriftMeasurement") -> list[tuple[str, ...]]:
     """The rows of a table: tokens, and the figures of each stretch of positions. Empty if all
     positions are one stretch.
     """
@@ -117,20 +117,22 @@ def position_rows(measured: "Measurement") -> list[tuple[str, ...]]:
     return rows
 
 
-def metrics_dict(measured: "Measurement", floor: "Measurement | None") -> dict[str, Any]:
+def metrics_to_dict(
+    measured: "DriftMeasurement", floor: "DriftMeasurement | None"
+) -> dict[str, Any]:
     """JSON values of all figures: ``{"kl": {"value": ..., "floor": ..., "margin": ...}, ...}``."""
     values = {}
     for metric in METRICS:
         # Rounding moves an excess either way.
-        low = finite(getattr(floor, metric.name, None))
+        low = replace_non_finite(getattr(floor, metric.name, None))
         values[metric.name] = {
-            "value": finite(getattr(measured, metric.name)),
+            "value": replace_non_finite(getattr(measured, metric.name)),
             "floor": None if low is None else abs(low),
-            "margin": finite(getattr(measured, f"{metric.name}_margin", None)),
+            "margin": replace_non_finite(getattr(measured, f"{metric.name}_margin", None)),
         }
     return values
 
 
-def finite(value: float | None) -> float | None:
+def replace_non_finite(value: float | None) -> float | None:
     """``value``, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

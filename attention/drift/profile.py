@@ -15,7 +15,7 @@ from kvfold.attention.mask import Visibility
 
 
 @torch.no_grad()
-def attention_sums(
+def sum_attention_weights(
     query: Tensor,
     key: Tensor,
     scale: float,
@@ -55,12 +55,12 @@ def attention_sums(
         device=query.device,
     )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
-    for block in scores.blocks(buffers=2):
-        weights = scores.weigh(block)
+    for block in scores.split_into_blocks(buffers=2):
+        weights = scores.compute_weights(block)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, *block.shape[-2:])
         sums = total[block.batch, block.groups].view(len(maps), -1)
-        sum_by_distance(maps, block.queries.start, block.keys.start, sums)
+        add_sums_by_distance(maps, block.queries.start, block.keys.start, sums)
         part = received[block.batch, block.groups, block.keys]
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
@@ -69,7 +69,7 @@ def attention_sums(
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / heads
 
 
-def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
+def add_sums_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
     """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` is for
     ``key - query = d``.
 

@@ -25,13 +25,13 @@ RECORDER = "kvfold_recorder"
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
-class Stop(Exception):
+class StopForward(Exception):
     """Raised to leave the forward of a stock module early."""
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Arguments passed to a stock decoder layer in addition to the residual stream."""
+class LayerArguments:
+    """LayerArguments passed to a stock decoder layer in addition to the residual stream."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -70,7 +70,7 @@ class LayerOutput:
 
 
 @dataclass
-class _Recording:
+class _AttentionRecording:
     """The recording of one run of a layer; ``compute`` is the model's own attention function."""
 
     compute: Callable[..., Any] | None
@@ -81,7 +81,7 @@ class _Recording:
     call: dict[str, Any] = field(default_factory=dict)
 
 
-_current: ContextVar[_Recording] = ContextVar("kvfold_recording")
+_current_recording: ContextVar[_AttentionRecording] = ContextVar("kvfold_recording")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class OpenLayer:
 
     index: int
     module: nn.Module
-    arguments: Callable[[Tensor], Arguments]
+    arguments: Callable[[Tensor], LayerArguments]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -111,8 +111,8 @@ class OpenLayer:
         arguments = self.arguments(hidden)
         args = (hidden, *arguments.args)
         result = None
-        attention = layer.get_submodule(attention_name(layer))
-        with self.guard(), _recording(attention, whole) as recording, suppress(Stop):
+        attention = layer.get_submodule(find_attention_name(layer))
+        with self.guard(), _record_attention(attention, whole) as recording, suppress(StopForward):
             result = functional_call(layer, self.tensors, args, arguments.kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
@@ -137,7 +137,7 @@ class OpenLayer:
         return result
 
 
-def attention_name(layer: nn.Module) -> str:
+def find_attention_name(layer: nn.Module) -> str:
     """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the
     usual names.
     """
@@ -152,7 +152,7 @@ def attention_name(layer: nn.Module) -> str:
 
 
 @contextmanager
-def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
+def _record_attention(attention: nn.Module, whole: bool) -> Iterator[_AttentionRecording]:
     """Record the input and output of ``attention`` during the context."""
     config: Any = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
@@ -160,7 +160,7 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     # "eager" is each modeling file's own function
     eagers = [getattr(file, "eager_attention_forward", None) for file in files]
     eager = next(filter(None, eagers), None)
-    recording = _Recording(AttentionInterface().get(implementation, eager))
+    recording = _AttentionRecording(AttentionInterface().get(implementation, eager))
 
     def record_output(
         module: nn.Module,
@@ -175,10 +175,10 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
             result = result - args[1]
         recording.output = result
         if not whole:
-            raise Stop
+            raise StopForward
 
     hook = attention.register_forward_hook(record_output, with_kwargs=True)
-    token = _current.set(recording)
+    token = _current_recording.set(recording)
     # families outside the attention interface may use the function's name for other purposes
     dispatches = hasattr(config, "_attn_implementation") and any(
         hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files
@@ -191,11 +191,11 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     finally:
         if dispatches:
             config._attn_implementation_internal = implementation
-        _current.reset(token)
+        _current_recording.reset(token)
         hook.remove()
 
 
-def _record(
+def _record_attention_call(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -206,7 +206,7 @@ def _record(
     """The recorder as a transformers attention function: stores its arguments and calls the
     original function.
     """
-    recording = _current.get()
+    recording = _current_recording.get()
     assert recording.compute is not None
     result: tuple[Tensor, Tensor | None] = recording.compute(
         module, query, key, value, attention_mask, **options
@@ -241,4 +241,4 @@ def _record(
     return result
 
 
-AttentionInterface.register(RECORDER, _record)
+AttentionInterface.register(RECORDER, _record_attention_call)

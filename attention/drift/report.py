@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.checks import expect_at_least
-from kvfold.attention.drift.compare import Measurement, compare
-from kvfold.attention.drift.metrics import finite, metric_rows, metrics_dict
+from kvfold.attention.drift.compare import DriftMeasurement, compare_models
+from kvfold.attention.drift.metrics import make_metric_rows, metrics_to_dict, replace_non_finite
 from kvfold.attention.drift.streams import LayerStream, as_stream
 
 # tokens of one layer call
@@ -27,7 +27,7 @@ _FLOOR_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriftReport(Measurement):
+class DriftReport(DriftMeasurement):
     """A student measured against its source, the result of ``measure_drift``.
 
     sequences, length: the text, in tokens
@@ -45,7 +45,7 @@ class DriftReport(Measurement):
     student_dtype: str
     source_cache_bytes: int
     student_cache_bytes: int
-    floor: Measurement | None
+    floor: DriftMeasurement | None
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -66,11 +66,11 @@ class DriftReport(Measurement):
             ),
             (
                 "perplexity",
-                f"{perplexity(self.teacher_loss):.3f}",
-                f"{perplexity(self.student_loss):.3f}",
+                f"{compute_perplexity(self.teacher_loss):.3f}",
+                f"{compute_perplexity(self.student_loss):.3f}",
                 "",
             ),
-            *metric_rows(self, self.floor),
+            *make_metric_rows(self, self.floor),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,14 +86,14 @@ class DriftReport(Measurement):
             "device": self.device,
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "identical": self.identical,
-            **metrics_dict(self, self.floor),
+            **metrics_to_dict(self, self.floor),
             "excess_by_position": [
-                {name: finite(value) for name, value in vars(stretch).items()}
+                {name: replace_non_finite(value) for name, value in vars(stretch).items()}
                 for stretch in self.stretches
             ],
             "perplexity": {
-                "source": finite(perplexity(self.teacher_loss)),
-                "student": finite(perplexity(self.student_loss)),
+                "source": replace_non_finite(compute_perplexity(self.teacher_loss)),
+                "student": replace_non_finite(compute_perplexity(self.student_loss)),
             },
             "cache_bytes_per_token": {
                 "source": self.source_cache_bytes,
@@ -101,7 +101,10 @@ class DriftReport(Measurement):
             },
             "layers": [
                 {
-                    name: {"value": finite(error), "floor": finite(getattr(floor, name, None))}
+                    name: {
+                        "value": replace_non_finite(error),
+                        "floor": replace_non_finite(getattr(floor, name, None)),
+                    }
                     for name, error in vars(layer).items()
                 }
                 for layer, floor in itertools.zip_longest(self.layers, floors)
@@ -149,13 +152,13 @@ def measure_drift(
             " compare a converted model with its source"
         )
     with torch.no_grad():
-        measured = compare(teacher, compared, tokens, size, progress)
-    return make_report(measured, teacher, compared, tokens, floor=floor, progress=progress)
+        measured = compare_models(teacher, compared, tokens, size, progress)
+    return make_drift_report(measured, teacher, compared, tokens, floor=floor, progress=progress)
 
 
 @torch.no_grad()
-def make_report(
-    measured: Measurement,
+def make_drift_report(
+    measured: DriftMeasurement,
     source: LayerStream,
     student: LayerStream,
     tokens: Tensor,
@@ -176,21 +179,23 @@ def make_report(
         exact = torch.float64 if coarse == torch.float32 else torch.float32
         some = tokens[: max(1, _FLOOR_TOKENS // tokens.shape[1])]
         reference = source.to(dtype=exact)
-        lowest = compare(reference, as_stream(source, dtype=coarse), some, len(some), progress)
+        lowest = compare_models(
+            reference, as_stream(source, dtype=coarse), some, len(some), progress
+        )
     return DriftReport(
         **vars(measured),
         sequences=tokens.shape[0],
         length=tokens.shape[1],
         device=source.device.type,
-        source_dtype=dtype_name(source.dtype),
-        student_dtype=dtype_name(student.dtype),
+        source_dtype=format_dtype(source.dtype),
+        student_dtype=format_dtype(student.dtype),
         source_cache_bytes=source.cache_bytes_per_token(),
         student_cache_bytes=student.cache_bytes_per_token(),
         floor=lowest,
     )
 
 
-def perplexity(loss: float) -> float:
+def compute_perplexity(loss: float) -> float:
     """``e^loss``, or infinity if that exceeds the range of a float."""
     try:
         return math.exp(loss)
@@ -198,6 +203,6 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """The name of a dtype without its module, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

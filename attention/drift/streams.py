@@ -26,11 +26,11 @@ from torch.func import functional_call
 from transformers import Cache
 
 from kvfold.attention.drift.recording import (
-    Arguments,
+    LayerArguments,
     LayerOutput,
     OpenLayer,
-    Stop,
-    attention_name,
+    StopForward,
+    find_attention_name,
 )
 
 # One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0
@@ -117,11 +117,11 @@ class LoadedStream:
             if self.dtype == torch.float64 and config is not None:
                 # grouped matmuls have no float64
                 config._experts_implementation_internal = "eager"
-        self._frame = Frame(copied)
+        self._frame = StandInModel(copied)
         self.layers = len(self._frame.layers)
         self._ends = self._convert(copied)
         # the arguments of every layer, by the shape of the tokens that were embedded last
-        self._recorded: dict[torch.Size, list[Arguments]] = {}
+        self._recorded: dict[torch.Size, list[LayerArguments]] = {}
 
     def embed(self, tokens: Tensor) -> Tensor:
         hidden, arguments = self._frame.enter(self._ends, input_ids=tokens.to(self.device))
@@ -130,7 +130,7 @@ class LoadedStream:
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        def arguments(hidden: Tensor) -> Arguments:
+        def arguments(hidden: Tensor) -> LayerArguments:
             shape = hidden.shape[:2]
             if shape not in self._recorded:
                 self.embed(torch.zeros(shape, dtype=torch.long))
@@ -148,11 +148,11 @@ class LoadedStream:
         # generation runs in the dtype of the model itself, whatever the stream computes in
         device = next(self.model.parameters()).device
 
-        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
+        def enter(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
             blank = torch.zeros(1, tokens, dtype=torch.long, device=device)
             return self._frame.enter(input_ids=blank, use_cache=True)
 
-        return cache_bytes_per_token(self._frame.layers, enter)
+        return measure_cache_bytes_per_token(self._frame.layers, enter)
 
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -172,22 +172,22 @@ class LoadedStream:
         return tensors
 
 
-Visit = Callable[[int, Tensor, Arguments], Tensor]
+Visit = Callable[[int, Tensor, LayerArguments], Tensor]
 
 
-class Frame:
+class StandInModel:
     """``model`` with its decoder ``layers`` replaced by stand-ins, in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.path, layers = layer_list(model)
+        self.path, layers = find_decoder_layers(model)
         self.layers = list(layers)
         self.visit: Visit
         # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the
         # tensor's shape
         self.returns_tuples = False
         parent, _, name = self.path.rpartition(".")
-        stand_ins = (_StandIn(index, layer, self) for index, layer in enumerate(layers))
+        stand_ins = (_LayerStandIn(index, layer, self) for index, layer in enumerate(layers))
         setattr(model.get_submodule(parent), name, nn.ModuleList(stand_ins))
 
     def run(
@@ -196,32 +196,32 @@ class Frame:
         tensors: Mapping[str, Tensor] | None = None,
         **inputs: Any,
     ) -> Any:
-        """The stock forward's output for ``inputs``, or None if ``visit`` raised ``Stop``.
+        """The stock forward's output for ``inputs``, or None if ``visit`` raised ``StopForward``.
 
         ``tensors`` replace the parameters and buffers with the same names.
         """
         # stand-ins leave a cache unfilled, which stock models would then read
         inputs = {"use_cache": False, **inputs}
         self.visit = visit
-        with suppress(Stop):
+        with suppress(StopForward):
             return functional_call(self.model, dict(tensors or {}), (), inputs, strict=False)
 
     def enter(
         self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
-    ) -> tuple[Tensor, list[Arguments]]:
+    ) -> tuple[Tensor, list[LayerArguments]]:
         """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every
         layer.
         """
         entered: list[Tensor] = []
-        recorded: list[Arguments] = []
+        recorded: list[LayerArguments] = []
 
-        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+        def visit(index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
             entered.append(hidden)
             recorded.append(arguments)
             # the model took the first sequence for the whole batch
             self.returns_tuples |= hidden.dim() < entered[0].dim()
             if index == len(self.layers) - 1:
-                raise Stop
+                raise StopForward
             return entered[0] if self.returns_tuples else hidden
 
         self.run(visit, tensors, **inputs)
@@ -237,7 +237,7 @@ class Frame:
         ``inputs`` matters.
         """
 
-        def visit(index: int, entering: Tensor, arguments: Arguments) -> Tensor:
+        def visit(index: int, entering: Tensor, arguments: LayerArguments) -> Tensor:
             return hidden if index == len(self.layers) - 1 else entering
 
         logits: Tensor = self.run(visit, tensors, **inputs).logits
@@ -248,12 +248,12 @@ class Frame:
         return self.logits(hidden, tensors, **inputs)
 
 
-class _StandIn(nn.Module):
+class _LayerStandIn(nn.Module):
     """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the
     frame's ``visit``.
     """
 
-    def __init__(self, index: int, layer: nn.Module, frame: Frame) -> None:
+    def __init__(self, index: int, layer: nn.Module, frame: StandInModel) -> None:
         super().__init__()
         self.index = index
         # in a tuple, so that neither becomes a submodule
@@ -267,11 +267,11 @@ class _StandIn(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         frame = self._layer_and_frame[1]
-        hidden = frame.visit(self.index, hidden_states, Arguments(args, kwargs))
+        hidden = frame.visit(self.index, hidden_states, LayerArguments(args, kwargs))
         return (hidden,) if frame.returns_tuples else hidden
 
 
-def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with
     self-attention.
 
@@ -285,7 +285,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     decoder_modules = set(decoder.modules())
     for path, module in model.named_modules():
         if module in decoder_modules and isinstance(module, nn.ModuleList) and len(module) == count:
-            attention_name(module[0])
+            find_attention_name(module[0])
             return path, module
     raise ValueError(
         f"{type(model).__name__} has no ModuleList of decoder layers that matches num_hidden_layers"
@@ -293,28 +293,28 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     )
 
 
-def cache_bytes_per_token(
+def measure_cache_bytes_per_token(
     layers: Sequence[nn.Module],
-    enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]],
+    enter: Callable[[int], tuple[Tensor, Sequence[LayerArguments]]],
 ) -> int:
     """Growth of the generation cache in bytes per token, summed over all layers.
 
-    ``enter(tokens)`` returns the result of ``Frame.enter(..., use_cache=True)`` for one sequence;
+    ``enter(tokens)`` returns the result of ``StandInModel.enter(..., use_cache=True)`` for one sequence;
     its arguments include the cache object that the stock model creates for generation. The model
     may be on the meta device.
     """
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
-        raise Stop
+        raise StopForward
 
     sizes = []
     for tokens in (2, 4):
         hidden, arguments = enter(tokens)
         caches: set[Cache] = set()
         for layer, call in zip(layers, arguments, strict=True):
-            attention = layer.get_submodule(attention_name(layer))
+            attention = layer.get_submodule(find_attention_name(layer))
             # the cache is filled before the attention returns: the rest of the layer is not needed
-            with suppress(Stop), attention.register_forward_hook(stop):
+            with suppress(StopForward), attention.register_forward_hook(stop):
                 layer(hidden, *call.args, **call.kwargs)
             # all layers are given the same object
             values = (*call.args, *call.kwargs.values())

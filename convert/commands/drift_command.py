@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.attention.drift.metrics import (
-    format_error,
+    format_cache_saving,
+    format_layer_error,
     format_metrics,
-    format_saving,
 )
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
@@ -80,9 +80,9 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
     rows = [
         ("drift", " from ".join(report.about[name]["name"] for name in ("converted", "source"))),
         ("text", f"{text}, {report.student_dtype} on {report.device}"),
-        ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
+        ("cache", f"{before} -> {after} bytes per token, {format_cache_saving(before, after)}"),
         ("loss", format_metrics(report)),
-        ("rounding", f"alone: KL {format_error(floor.kl)} nats" if floor else ""),
+        ("rounding", f"alone: KL {format_layer_error(floor.kl)} nats" if floor else ""),
         ("verdict", format_verdict(report)),
     ]
     if not layers:
@@ -98,12 +98,12 @@ def format_layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
     first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
     rows = [("layer", *first), ("from 0", *second)]
     for index, layer in enumerate(report.layers):
-        errors = [format_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
+        errors = [format_layer_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
         rows.append((str(index), *errors))
     if report.floor is not None:
         largest = []
         for name in _LAYER_COLUMNS:
             floors = [getattr(layer, name) for layer in report.floor.layers]
-            largest.append(format_error(max(floors, default=math.nan)))
+            largest.append(format_layer_error(max(floors, default=math.nan)))
         rows.append(("rounding", *largest))
     return rows

@@ -35,11 +35,13 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_models_open(*filter(None, [request.model, request.teacher]))
-    from kvfold.convert.uptrain.uptraining import summary, uptrain_checkpoint
+    from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)
     destroy_process_group()
     if uptrained.record:
         print_result(
-            json_file, uptrained.to_dict, "" if request.quiet else summary(request, uptrained)
+            json_file,
+            uptrained.to_dict,
+            "" if request.quiet else format_summary(request, uptrained),
         )

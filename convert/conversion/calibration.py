@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.report import dtype_name
+from kvfold.attention.drift.report import format_dtype
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
@@ -26,7 +26,7 @@ from kvfold.convert.text.corpus import calibration_texts
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
-from kvfold.convert.training.budget import batch_size, steps_of
+from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
         further = 0
         if request.polish:
             # Each step of polishing takes sequences that no other step had, while there are any.
-            steps = steps_of(request.polish, request.length)
-            further = max(0, steps * batch_size(request.length) - request.samples)
+            steps = count_polish_steps(request.polish, request.length)
+            further = max(0, steps * choose_batch_size(request.length) - request.samples)
         tokens = load_calibration(
             calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
             tokenizer,
@@ -99,7 +99,7 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
             name = "float32" if full else request.precision
             chosen = training_autocast(checkpoint, device, name) or torch.float32
             with replace_file(saved) as new:
-                new.write_text(dtype_name(chosen))
+                new.write_text(format_dtype(chosen))
         chosen = getattr(torch, saved.read_text())
         return None if chosen == torch.float32 else chosen
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.attention.drift.metrics import position_rows
+from kvfold.attention.drift.metrics import make_position_rows
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.members import CARD, read_checkpoint_file
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -54,7 +54,7 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
     }
     if drift is not None:
         values |= {
-            "positions": position_rows(drift),
+            "positions": make_position_rows(drift),
             "text": format_text_name(record["calibration"]["source"]),
             "by_text": format_losses_by_text(record),
             "verdict": judge_drift(drift),

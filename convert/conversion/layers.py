@@ -26,12 +26,12 @@ from kvfold.convert.methods.registry import (
     find_objective,
 )
 from kvfold.convert.targets.mla.spec import compute_query_rank
-from kvfold.convert.transforms.fold.grouping import Pairs
+from kvfold.convert.transforms.fold.grouping import PairLosses
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 if TYPE_CHECKING:
     from kvfold.convert.conversion.calibration import Calibration
-    from kvfold.convert.training.refine import Refinement
+    from kvfold.convert.training.refine import RefineSettings
     from kvfold.convert.walk.output_fit import AttentionUpdate
     from kvfold.convert.walk.walk import Step, Student, Walk
 
@@ -68,20 +68,20 @@ def build_student(plan: Plan, calibration: "Calibration") -> "Student":
 
 
 def convert_layer(
-    plan: Plan, step: "Step", refine: int | str, shared: dict[bool, Pairs] | None = None
+    plan: Plan, step: "Step", refine: int | str, shared: dict[bool, PairLosses] | None = None
 ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     """The tensors of the layer of ``step``, named and shaped as in the output's files: fitted by
     the method, its output projection refitted to the student, and refined in ``refine`` steps.
 
     Also returns notes for ``kvfold.json``. ``shared`` as in `fit_layer`.
     """
-    from kvfold.convert.walk.output_fit import refit_output
+    from kvfold.convert.walk.output_fit import refit_output_projection
 
     # Statistics are sums over all processes; one fit for all of them keeps their students equal.
     layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
     weights = layer.weights
     if plan.method.reads_text:
-        weights = refit_output(step, weights, make_attention_update(plan))
+        weights = refit_output_projection(step, weights, make_attention_update(plan))
     tensors = plan.output.encode_layer(step.index, weights)
     if not refine:
         return tensors, dict(layer.notes)
@@ -101,7 +101,7 @@ def fit_layer(
     plan: Plan,
     index: int,
     step: "Step | None" = None,
-    shared: dict[bool, Pairs] | None = None,
+    shared: dict[bool, PairLosses] | None = None,
 ) -> ConvertedLayer:
     """Convert layer ``index`` by the method of ``plan``.
 
@@ -192,18 +192,18 @@ def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
         return layer_rotary(plain, layer)
 
 
-def make_refinement(plan: Plan, steps: int | str) -> "Refinement":
+def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
     """The refinement task for ``plan``: the norms and scales around its attention, and any constant
     to keep fixed.
     """
-    from kvfold.convert.training.refine import Refinement
+    from kvfold.convert.training.refine import RefineSettings
 
     update = make_attention_update(plan)
     if plan.latent is None or plan.output.code is not None:
-        return Refinement(steps, plan.request.seed, update, update)
+        return RefineSettings(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
     # weights.
-    return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
+    return RefineSettings(steps, plan.request.seed, update, constant=plan.latent.constant)
 
 
 def make_attention_update(plan: Plan) -> "AttentionUpdate":

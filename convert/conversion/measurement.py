@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from kvfold.attention.drift.compare import compare
-from kvfold.attention.drift.metrics import finite
-from kvfold.attention.drift.report import DriftReport, make_report
+from kvfold.attention.drift.compare import compare_models
+from kvfold.attention.drift.metrics import replace_non_finite
+from kvfold.attention.drift.report import DriftReport, make_drift_report
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.walk.walk import check_finite, chunk_size
+from kvfold.convert.walk.walk import check_finite, choose_chunk_size
 
 
 @torch.no_grad()
@@ -35,14 +35,16 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
         student = CheckpointStream(
             checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
         )
-        measured = compare(source, student, tokens.held_out, chunk_size(source.device, length))
+        measured = compare_models(
+            source, student, tokens.held_out, choose_chunk_size(source.device, length)
+        )
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
-        report = make_report(measured, source, student, tokens.held_out)
+        report = make_drift_report(measured, source, student, tokens.held_out)
         if not len(tokens.long):
             return report
-        batch = chunk_size(source.device, tokens.long.shape[1])
+        batch = choose_chunk_size(source.device, tokens.long.shape[1])
         try:
-            stretches = compare(source, student, tokens.long, batch).stretches
+            stretches = compare_models(source, student, tokens.long, batch).stretches
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)
@@ -74,8 +76,8 @@ def make_record_entries(
             {
                 "text": text,
                 "sequences": len(figures),
-                "kl": finite(fmean(kl for kl, _, _ in figures)),
-                "excess": finite(fmean(excess for _, excess, _ in figures)),
+                "kl": replace_non_finite(fmean(kl for kl, _, _ in figures)),
+                "excess": replace_non_finite(fmean(excess for _, excess, _ in figures)),
             }
             for text, figures in sorted(by_text.items())
         ]

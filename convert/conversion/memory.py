@@ -14,7 +14,12 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
 from kvfold.convert.text.corpus import calibration_texts
-from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
+from kvfold.convert.training.budget import (
+    BLOCK_STEPS,
+    LOGITS,
+    choose_batch_size,
+    count_polish_steps,
+)
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64
 # peaks at 430 MB (torch's pages that are mapped but shared count); with transformers, a tokenizer
@@ -107,8 +112,8 @@ def estimate_needs(plan: Plan) -> ResourceNeeds:
         cached = plan.cache_elements * shape.layers * length + 4 * shape.vocabulary
         memory = max(memory, _FLOAT * (model + cached * max(1, SELF_TOKENS // length)))
     if request.polish:
-        batch = batch_size(length) * length * width
-        steps = min(BLOCK_STEPS, steps_of(request.polish, length))
+        batch = choose_batch_size(length) * length * width
+        steps = min(BLOCK_STEPS, count_polish_steps(request.polish, length))
         activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
         weights = _FLOAT * (model - trained) + _MASTER * trained
         memory = max(memory, weights + activations + _POLISHED_LOGITS)

@@ -26,7 +26,7 @@ from kvfold.convert.checkpoint.writer import Shard, assign_shards
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
-from kvfold.convert.methods.registry import Method, quick_method
+from kvfold.convert.methods.registry import Method, find_method_without_text
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import (
     EngineSupport,
@@ -47,7 +47,7 @@ from kvfold.convert.targets.same_family import (
 from kvfold.convert.text.corpus import check_seq_len
 
 if TYPE_CHECKING:
-    from kvfold.convert.transforms.latent.slots import Slots
+    from kvfold.convert.transforms.latent.slots import RotarySlots
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Plan:
     cache_elements: int
     result: ServedModel
     engines: list[EngineSupport]
-    slots: "Sequence[Slots]" = ()
+    slots: "Sequence[RotarySlots]" = ()
 
     @property
     def method(self) -> Method:
         """The method that converts the layers."""
         return self.request.chosen_method
 
-    def with_slots(self, slots: "Sequence[Slots]") -> "Plan":
+    def with_slots(self, slots: "Sequence[RotarySlots]") -> "Plan":
         """This plan with each layer's rotary slots, and thus with the config of the output."""
         output = self.output.with_frequencies([layer.theta.tolist() for layer in slots])
         return replace(self, output=output, slots=slots)
@@ -154,7 +154,7 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
         rule = (
             f"does not support {model.family.model_type}, which normalizes queries and keys after"
-            f" their rotary embedding; use --method {quick_method(request.to)} with --refine auto"
+            f" their rotary embedding; use --method {find_method_without_text(request.to)} with --refine auto"
         )
         raise option_error("method", request.resolved_method, rule)
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)

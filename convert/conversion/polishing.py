@@ -20,10 +20,10 @@ from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.layers import build_student
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import Stages
-from kvfold.convert.training.budget import POLISH_ROUND, step_tokens, steps_of
+from kvfold.convert.training.budget import POLISH_ROUND, count_polish_steps, count_step_tokens
 from kvfold.convert.training.loop import train
-from kvfold.convert.training.polish import ModelTask, TrainingText, run_teacher
-from kvfold.convert.training.steps import check_constant, has_constant
+from kvfold.convert.training.polish import PolishTask, TrainingText, run_teacher
+from kvfold.convert.training.steps import check_constant_channel, has_constant_channel
 
 
 def polish_checkpoint(
@@ -35,17 +35,17 @@ def polish_checkpoint(
     request = plan.request
     source = calibration.source
     tokens = calibration.tokens
-    steps = steps_of(request.polish, request.length)
+    steps = count_polish_steps(request.polish, request.length)
     with closing(open_checkpoint(folder)) as written, ExitStack() as stack:
         with stages("running the teacher over held-out text"):
             held_out = run_teacher(source, tokens.held_out)
-        constant = has_constant(written)
+        constant = has_constant_channel(written)
         student = build_student(plan, calibration)
         tensors = {
             name: written.read_tensor(name) for names in plan.output.computed for name in names
         }
         student.put(tensors)
-        task = ModelTask(
+        task = PolishTask(
             student,
             [
                 stack.enter_context(student.stream.open_layer(index))
@@ -65,7 +65,7 @@ def polish_checkpoint(
                 done = result.steps
                 # A resumed run has the figures of the round that it starts from.
                 if processes.is_rank0() and len(result.curve) < len(result.errors):
-                    tokens_seen = done * step_tokens(request.length)
+                    tokens_seen = done * count_step_tokens(request.length)
                     result.curve.append({"tokens": tokens_seen, **task.figures})
                     if not request.quiet:
                         tqdm.write(
@@ -74,7 +74,7 @@ def polish_checkpoint(
                             sys.stderr,
                         )
         if constant:
-            check_constant(result.tensors, written)
+            check_constant_channel(result.tensors, written)
     if result.tensors:
         processes.on_rank0(lambda: _replace_tensors(plan, folder, result.tensors))
     return {

@@ -19,11 +19,11 @@ from kvfold.convert.conversion.layers import convert_layer, open_walk, read_sour
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
-from kvfold.convert.transforms.head_norms import linearize_heads
+from kvfold.convert.transforms.head_norms import linearize_norms
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
+from kvfold.convert.transforms.latent.slots import LayerSurvey, RotarySlots
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.walk import embed, gather_statistics
+from kvfold.convert.walk.walk import embed_tokens, gather_statistics
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
 # budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that
@@ -102,14 +102,14 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Surve
     """Survey every layer of the source over some calibration sequences."""
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
-    states = embed(source, processes.shard(calibration.tokens.calibration[:count]))
+    states = embed_tokens(source, processes.shard(calibration.tokens.calibration[:count]))
     survey = Survey()
     number = min(source.layers, _TRIAL_LAYERS)
     probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
-        weights = linearize_heads(read_source_layer(plan, index), statistics)
+        weights = linearize_norms(read_source_layer(plan, index), statistics)
         rotary = layer_rotary(plan.model, index, "short")
         survey.layers.append(
             rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
@@ -120,7 +120,7 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Surve
     return replace(survey, layers=processes.broadcast_from_rank0(lambda: survey.layers))
 
 
-def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Slots]:
+def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
     """Each layer's best rotary slots by the ``surveys`` of all layers; layout engine allows only
     plain RoPE.
 
@@ -142,9 +142,11 @@ def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Slots]:
         layers = [layer for layer, other in enumerate(frequencies) if other == alike]
         if not surveys:
             theta = torch.tensor(alike, dtype=torch.float64)
-            slots[alike] = rope_slots.stride_slots(theta, spec.rope_dim)
+            slots[alike] = rope_slots.spread_slots(theta, spec.rope_dim)
         elif spec.layout == "engine":
-            slots[alike] = rope_slots.plain_slots([surveys[layer] for layer in layers], rope_dim)
+            slots[alike] = rope_slots.choose_stepped_slots(
+                [surveys[layer] for layer in layers], rope_dim
+            )
         else:
             slots[alike] = rope_slots.choose_slots([surveys[layer] for layer in layers], rope_dim)
     return [slots[alike] for alike in frequencies]

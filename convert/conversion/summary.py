@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfold.attention.drift.metrics import format_metrics, format_saving
+from kvfold.attention.drift.metrics import format_cache_saving, format_metrics
 from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import format_verdict, suggest_next_command
 from kvfold.convert.conversion.memory import (
@@ -23,7 +23,7 @@ from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.errors import escape_text
 from kvfold.convert.formatting import format_bytes, format_duration
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
-from kvfold.convert.training.budget import step_tokens, steps_of
+from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -80,7 +80,7 @@ def describe_cache(plan: Plan) -> str:
     """The size of the cache before and after, and the saving."""
     before = plan.cache_elements
     after = plan.output.cache_elements
-    return f"{before} -> {after} elements per token per layer, {format_saving(before, after)}"
+    return f"{before} -> {after} elements per token per layer, {format_cache_saving(before, after)}"
 
 
 def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
@@ -113,8 +113,8 @@ def summarize_plan(plan: Plan) -> str:
     if request.refine:
         rows.append(("refine", f"{request.refine} steps in each layer"))
     if request.polish:
-        steps = steps_of(request.polish, request.length)
-        rows.append(("polish", f"{steps} steps of {step_tokens(request.length)} tokens"))
+        steps = count_polish_steps(request.polish, request.length)
+        rows.append(("polish", f"{steps} steps of {count_step_tokens(request.length)} tokens"))
     memory = f"about {format_bytes(needs.memory)} needed{per_process}"
     if (free := get_free_memory_bytes(plan)) is not None:
         memory += f", {format_bytes(free)} free"

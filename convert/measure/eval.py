@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import margin, stretch_bounds
+from kvfold.attention.drift.compare import compute_margin, split_positions
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.measure.chat import generate_reply, load_whole_model
@@ -259,7 +259,7 @@ def evaluate_model(
         counted = stages.over("retrieval", questions, len(questions), "document")
         scores["needle", f"{length} tokens"] = answer_questions(model, counted)
     losses = compute_token_losses(model, documents.windows)
-    for start, end in stretch_bounds(documents.windows.shape[1]):
+    for start, end in split_positions(documents.windows.shape[1]):
         scores["loss", f"tokens {start} to {end}"] = losses[:, start - 1 : end - 1].mean(1)
     prompts = stages.over("replies", documents.prompts, len(documents.prompts), "reply")
     replies = [generate_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
@@ -363,8 +363,8 @@ def make_evaluation_row(task: str, metric: str, source: Tensor, student: Tensor)
         "source": float(source.mean()),
         "student": float(student.mean()),
         "difference": float(difference.mean()),
-        "margin": margin(difference),
+        "margin": compute_margin(difference),
     }
     if task == "needle":
-        row["guesses"] = float(source.mean()) - (margin(source) or 1) <= 1 / CHOICES
+        row["guesses"] = float(source.mean()) - (compute_margin(source) or 1) <= 1 / CHOICES
     return row

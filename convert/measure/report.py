@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
+from kvfold.attention.drift.metrics import format_cache_saving, format_metrics, make_position_rows
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.console import REPORT
 from kvfold.convert.conversion.judgment import format_verdict
@@ -84,9 +84,9 @@ def write_drift_report(
     tables: list[Sequence[Sequence[str]]] = []
     plots: list[Plot] = []
     if drift is not None:
-        saving = format_saving(drift.source_cache_bytes, drift.student_cache_bytes)
+        saving = format_cache_saving(drift.source_cache_bytes, drift.student_cache_bytes)
         title += f": {saving} cache, {format_verdict(drift)}"
         lead = [format_metrics(drift)]
-        tables = [drift.table_rows(), position_rows(drift)]
+        tables = [drift.table_rows(), make_position_rows(drift)]
         plots = plot_drift(drift)
     write_report(folder, command, title, lead, tables, plots, summary.splitlines(), quiet)

@@ -26,15 +26,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import Measurement
+from kvfold.attention.drift.compare import DriftMeasurement
 from kvfold.attention.drift.metrics import (
     METRICS,
+    format_cache_saving,
     format_metric,
     format_metrics,
-    format_saving,
-    metrics_dict,
+    metrics_to_dict,
 )
-from kvfold.attention.drift.report import perplexity
+from kvfold.attention.drift.report import compute_perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
 from kvfold.convert.conversion.layers import build_student, convert_layer
@@ -53,7 +53,7 @@ from kvfold.convert.measure.sweep_targets import (
 from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
-from kvfold.convert.transforms.fold.grouping import Pairs
+from kvfold.convert.transforms.fold.grouping import PairLosses
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
@@ -78,7 +78,7 @@ class SweepRow:
     request: ConvertRequest
     kind: str
     cache_elements: int
-    measured: Measurement
+    measured: DriftMeasurement
     seconds: float
 
     @property
@@ -145,7 +145,7 @@ class Sweep:
         """The header and a row of cells per target, largest cache first."""
         rows = [("target", "cache", "saving", *(metric.label for metric in METRICS), "time")]
         for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.measured.excess)):
-            saving = format_saving(self.cache_elements, row.cache_elements)
+            saving = format_cache_saving(self.cache_elements, row.cache_elements)
             figures = (
                 format_metric(metric, row.measured, interval=metric.interval) for metric in METRICS
             )
@@ -162,15 +162,15 @@ class Sweep:
                 "command": shlex.join(row.command),
                 "cache_elements": row.cache_elements,
                 "saving": 1 - row.cache_elements / self.cache_elements,
-                **metrics_dict(row.measured, None),
-                "perplexity": perplexity(row.measured.student_loss),
+                **metrics_to_dict(row.measured, None),
+                "perplexity": compute_perplexity(row.measured.student_loss),
                 "seconds": row.seconds,
             }
             for row in self.rows
         ]
         return {
             **vars(self),
-            "perplexity": perplexity(self.rows[0].measured.teacher_loss),
+            "perplexity": compute_perplexity(self.rows[0].measured.teacher_loss),
             "rows": targets,
             "smallest": self.smallest and self.smallest.target,
             "versions": get_package_versions(),
@@ -226,7 +226,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             for row in _fit_and_measure_targets(group, calibration, stages):
                 rows[row.target] = row
                 if not request.quiet:
-                    saving = format_saving(plan.cache_elements, row.cache_elements)
+                    saving = format_cache_saving(plan.cache_elements, row.cache_elements)
                     line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
                     tqdm.write(line, file=sys.stderr)
         # A file that was replaced while its layers were read would give numbers of no model.
@@ -277,7 +277,7 @@ def _fit_and_measure_targets(
         for lesson in teacher.layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
             # heads that stay.
-            shared: dict[bool, Pairs] = {}
+            shared: dict[bool, PairLosses] = {}
             for student in students:
                 started = time.monotonic()
                 step = Step(lesson, student.walk)

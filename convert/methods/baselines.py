@@ -2,17 +2,23 @@
 MLA.
 """
 
-from kvfold.convert.methods.registry import ConvertedLayer, FoldLayer, LatentLayer, Method, method
+from kvfold.convert.methods.registry import (
+    ConvertedLayer,
+    FoldLayer,
+    LatentLayer,
+    Method,
+    register_method,
+)
 
 
-class _Pooling(Method):
+class _PoolingMethod(Method):
     targets = ("gqa", "mqa")
     reads_text = False
     pools = True
 
 
-@method
-class Mean(_Pooling):
+@register_method
+class MeanPooling(_PoolingMethod):
     """Each group of heads becomes its mean."""
 
     name = "mean"
@@ -24,11 +30,11 @@ class Mean(_Pooling):
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
         from kvfold.convert.transforms.fold import pool
 
-        return ConvertedLayer(pool.mean(layer.weights, layer.kv_heads))
+        return ConvertedLayer(pool.average_heads(layer.weights, layer.kv_heads))
 
 
-@method
-class First(_Pooling):
+@register_method
+class FirstHeadPooling(_PoolingMethod):
     """Each group of heads becomes its first head."""
 
     name = "first"
@@ -40,11 +46,11 @@ class First(_Pooling):
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
         from kvfold.convert.transforms.fold import pool
 
-        return ConvertedLayer(pool.first(layer.weights, layer.kv_heads))
+        return ConvertedLayer(pool.keep_first_heads(layer.weights, layer.kv_heads))
 
 
-@method
-class Random(_Pooling):
+@register_method
+class RandomHeads(_PoolingMethod):
     """Each group of heads becomes a random head."""
 
     name = "random"
@@ -57,14 +63,14 @@ class Random(_Pooling):
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
         from kvfold.convert.transforms.fold import pool
 
-        weights = pool.random(
+        weights = pool.draw_random_heads(
             layer.weights, layer.kv_heads, seed=layer.seed, layer=layer.index, std=layer.std
         )
         return ConvertedLayer(weights)
 
 
-@method
-class Svd(Method):
+@register_method
+class SvdLatent(Method):
     """Factor ``[W_k; W_v]`` by SVD, assuming white inputs scaled by the gain of the norm in front
     of the attention.
     """
@@ -78,19 +84,19 @@ class Svd(Method):
     )
 
     def fit(self, layer: LatentLayer) -> ConvertedLayer:
-        from kvfold.convert.transforms.head_norms import linearize_heads
+        from kvfold.convert.transforms.head_norms import linearize_norms
         from kvfold.convert.transforms.latent.factorization import factor_by_svd
-        from kvfold.convert.transforms.latent.variants import query_latent
-        from kvfold.convert.transforms.weights import blank_statistics
+        from kvfold.convert.transforms.latent.variants import factor_queries
+        from kvfold.convert.transforms.weights import make_blank_statistics
 
         weights = layer.weights
         gain = layer.gain
         if not layer.keeps_norms:
-            weights = linearize_heads(weights, blank_statistics(weights, gain))
+            weights = linearize_norms(weights, make_blank_statistics(weights, gain))
         latent = factor_by_svd(
             weights, layer.rotary, layer.slots, layer.channels, scale=layer.scale, gain=gain
         )
         # The singular vectors take no account of the norm's gain, nor does the query latent.
         if layer.query_channels is not None:
-            latent = query_latent(latent, blank_statistics(weights), layer.query_channels)
+            latent = factor_queries(latent, make_blank_statistics(weights), layer.query_channels)
         return ConvertedLayer(latent)

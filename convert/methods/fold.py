@@ -13,8 +13,8 @@ from kvfold.convert.methods.registry import (
     ConvertedLayer,
     FoldLayer,
     Method,
-    method,
-    objective,
+    register_method,
+    register_objective,
 )
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 
-@objective(DEFAULT_OBJECTIVE)
-def scores() -> "Objective":
+@register_objective(DEFAULT_OBJECTIVE)
+def make_score_objective() -> "Objective":
     """Minimize the squared error of attention scores for shared keys, and of the layer's output for
     shared values.
     """
@@ -33,7 +33,7 @@ def scores() -> "Objective":
     return SCORES
 
 
-@method
+@register_method
 class PrincipalFold(Method):
     """Fold with several token weights, groupings and ways to fold norms; return the fold with the
     least held-out error.
@@ -52,16 +52,19 @@ class PrincipalFold(Method):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
-        from kvfold.convert.transforms.sinks import token_weightings
+        from kvfold.convert.transforms.sinks import weight_tokens_by_attention
 
         statistics = layer.require_statistics()
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-        folds = [fold_groups(layer, weighted) for _, weighted in token_weightings(statistics)]
+        folds = [
+            fold_with_best_groups(layer, weighted)
+            for _, weighted in weight_tokens_by_attention(statistics)
+        ]
         _, groups, weights = min(folds, key=lambda fold: fold[0])
         return ConvertedLayer(weights, {"groups": [list(group) for group in groups]})
 
 
-def fold_groups(
+def fold_with_best_groups(
     layer: FoldLayer, statistics: "LayerStatistics"
 ) -> "tuple[float, Partition, AttentionWeights]":
     """The fold with the least held-out error for the token weights in ``statistics``: its error,
@@ -69,31 +72,35 @@ def fold_groups(
 
     Tried are several groupings, and for the best of them another way to fold norms.
     """
-    from kvfold.convert.transforms.fold.grouping import Pairs, candidates, contiguous
-    from kvfold.convert.transforms.fold.principal import fold, layer_moments
+    from kvfold.convert.transforms.fold.grouping import (
+        PairLosses,
+        group_neighbors,
+        propose_partitions,
+    )
+    from kvfold.convert.transforms.fold.principal import compute_layer_moments, fold_heads
 
     # Sweeps fold one layer to several numbers of heads, all of which share the moments and the
     # losses of pairs.
     unweighted = statistics is layer.statistics
     if unweighted not in layer.shared:
-        moments = layer_moments(layer.weights, statistics, layer.rotary, layer.context)
-        layer.shared[unweighted] = Pairs(moments)
+        moments = compute_layer_moments(layer.weights, statistics, layer.rotary, layer.context)
+        layer.shared[unweighted] = PairLosses(moments)
     pairs = layer.shared[unweighted]
     if layer.similar:
-        partitions = candidates(pairs, layer.kv_heads)
+        partitions = propose_partitions(pairs, layer.kv_heads)
     else:
-        partitions = [contiguous(layer.weights.kv_heads, layer.kv_heads)]
+        partitions = [group_neighbors(layer.weights.kv_heads, layer.kv_heads)]
     folds = []
     for groups in partitions:
-        weights = fold(pairs.layer, groups, layer.objective)
+        weights = fold_heads(pairs.layer, groups, layer.objective)
         folds.append((layer.error(weights), groups, weights))
     error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:
         return error, groups, weights
     # Use the average divisor of a norm: exact for identical heads, unlike least squares.
     averaged = replace(statistics, normed=None)
-    moments = layer_moments(layer.weights, averaged, layer.rotary, layer.context)
-    other = fold(moments, groups, layer.objective)
+    moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
+    other = fold_heads(moments, groups, layer.objective)
     other_error = layer.error(other)
     if other_error < error:
         return other_error, groups, other

@@ -2,14 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from kvfold.convert.methods.registry import DEFAULT, ConvertedLayer, LatentLayer, Method, method
+from kvfold.convert.methods.registry import (
+    DEFAULT,
+    ConvertedLayer,
+    LatentLayer,
+    Method,
+    register_method,
+)
 
 if TYPE_CHECKING:
     from kvfold.convert.transforms.latent.latent_weights import LatentWeights
     from kvfold.convert.transforms.weights import LayerStatistics
 
 
-@method
+@register_method
 class PrincipalLatent(Method):
     """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
     return the best.
@@ -26,21 +32,23 @@ class PrincipalLatent(Method):
     )
 
     def fit(self, layer: LatentLayer) -> ConvertedLayer:
-        from kvfold.convert.transforms.latent.variants import live_norm
-        from kvfold.convert.transforms.sinks import add_damper, token_weightings
+        from kvfold.convert.transforms.latent.variants import adapt_to_norm
+        from kvfold.convert.transforms.sinks import add_sink_channel, weight_tokens_by_attention
 
         statistics = layer.require_statistics()
         fits = []
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-        for share, weighted in token_weightings(statistics):
+        for share, weighted in weight_tokens_by_attention(statistics):
             latent = fit_latent(layer, weighted, layer.channels)
             if not layer.centered:
-                latent = live_norm(latent, layer.inputs)
+                latent = adapt_to_norm(latent, layer.inputs)
             fits.append(latent)
             # Without weight on received attention, sinks do not matter and need no damper.
             if share and not layer.centered and layer.channels > 1:
-                latent = add_damper(fit_latent(layer, weighted, layer.channels - 1), statistics)
-                fits.append(live_norm(latent, layer.inputs))
+                latent = add_sink_channel(
+                    fit_latent(layer, weighted, layer.channels - 1), statistics
+                )
+                fits.append(adapt_to_norm(latent, layer.inputs))
         return ConvertedLayer(min(fits, key=layer.error))
 
 
@@ -51,13 +59,13 @@ def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int)
     Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace
     them.
     """
-    from kvfold.convert.transforms.head_norms import linearize_heads
+    from kvfold.convert.transforms.head_norms import linearize_norms
     from kvfold.convert.transforms.latent.factorization import factor_layer
-    from kvfold.convert.transforms.latent.variants import query_latent
+    from kvfold.convert.transforms.latent.variants import factor_queries
 
     weights = layer.weights
     if not layer.keeps_norms:
-        weights = linearize_heads(weights, statistics, key_constant=layer.centered)
+        weights = linearize_norms(weights, statistics, key_constant=layer.centered)
     latent = factor_layer(
         weights,
         statistics,
@@ -70,4 +78,4 @@ def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int)
     )
     if layer.query_channels is None:
         return latent
-    return query_latent(latent, statistics, layer.query_channels)
+    return factor_queries(latent, statistics, layer.query_channels)

@@ -23,10 +23,10 @@ from kvfold.convert.errors import option_error, suggest_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfold.convert.transforms.fold.grouping import Pairs
+    from kvfold.convert.transforms.fold.grouping import PairLosses
     from kvfold.convert.transforms.fold.heads import Objective
     from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-    from kvfold.convert.transforms.latent.slots import Slots
+    from kvfold.convert.transforms.latent.slots import RotarySlots
     from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 DEFAULT = "principal"
@@ -47,14 +47,14 @@ class ConvertedLayer:
     notes: Notes = field(default_factory=dict)
 
 
-def _error_without_text(weights: Any) -> float:
+def _refuse_error_without_text(weights: Any) -> float:
     raise ValueError(
         "an error can be measured only with text; register the method with reads_text = True"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class SourceLayer:
     """A layer of the source model, as a method gets it.
 
     index: its number.
@@ -71,7 +71,7 @@ class Layer:
     rotary: "Rotary"
     context: int
     statistics: "LayerStatistics | None" = None
-    error: Callable[[Any], float] = _error_without_text
+    error: Callable[[Any], float] = _refuse_error_without_text
 
     def require_statistics(self) -> "LayerStatistics":
         """Return ``statistics``. Raises ValueError if they are None."""
@@ -83,7 +83,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoldLayer(Layer):
+class FoldLayer(SourceLayer):
     """A layer whose key/value heads a method folds.
 
     kv_heads: the number of key/value heads to keep.
@@ -99,11 +99,11 @@ class FoldLayer(Layer):
     seed: int
     similar: bool
     objective: "Objective"
-    shared: "dict[bool, Pairs]"
+    shared: "dict[bool, PairLosses]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentLayer(Layer):
+class LatentLayer(SourceLayer):
     """A layer that a method converts to latent attention.
 
     channels: the number of latent channels.
@@ -118,7 +118,7 @@ class LatentLayer(Layer):
     """
 
     channels: int
-    slots: "Slots"
+    slots: "RotarySlots"
     scale: float
     query_channels: int | None
     centered: bool
@@ -164,14 +164,14 @@ _methods: dict[tuple[str, str], Method] = {}
 _objectives: dict[str, "Callable[[], Objective]"] = {}
 
 
-def method(kind: MethodClass) -> MethodClass:
+def register_method(kind: MethodClass) -> MethodClass:
     """Register the decorated class as ``--method NAME`` for its targets."""
     for target in kind.targets:
         _methods[target, kind.name] = kind()
     return kind
 
 
-def objective(name: str) -> Callable[[Factory], Factory]:
+def register_objective(name: str) -> Callable[[Factory], Factory]:
     """Register a class, or a function that returns an objective, as ``--objective NAME``."""
 
     def register(factory: Factory) -> Factory:
@@ -182,32 +182,32 @@ def objective(name: str) -> Callable[[Factory], Factory]:
 
 
 @cache
-def _discover() -> None:
+def _import_method_files() -> None:
     """Import the files in this folder so that each registers its names."""
     # In alphabetical order: the names of a target are listed in the order of their registration.
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
 
 
-def methods_of(target: str | None = None) -> tuple[str, ...]:
+def list_methods(target: str | None = None) -> tuple[str, ...]:
     """The names of the methods for ``target`` (None means every target), with the default method
     first.
     """
-    _discover()
+    _import_method_files()
     # A dict keeps the order of registration, and names that several targets share once.
     names = dict.fromkeys(name for to, name in _methods if target in (None, to))
     return tuple(sorted(names, key=lambda name: name != DEFAULT))
 
 
-def objectives() -> tuple[str, ...]:
+def list_objectives() -> tuple[str, ...]:
     """The names of all objectives."""
-    _discover()
+    _import_method_files()
     return tuple(_objectives)
 
 
-def quick_method(target: str) -> str:
+def find_method_without_text(target: str) -> str:
     """The first method for ``target`` that does not read text."""
-    return next(name for name in methods_of(target) if not _methods[target, name].reads_text)
+    return next(name for name in list_methods(target) if not _methods[target, name].reads_text)
 
 
 def find_method(name: str, target: str) -> Method:
@@ -226,7 +226,7 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
     """The NAME of ``MODULE:NAME``, after importing MODULE, which registers it. Raises InputError if
     it is not registered.
     """
-    _discover()
+    _import_method_files()
     module, _, plain = name.rpartition(":")
     if module:
         try:
@@ -236,7 +236,7 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
             raise option_error(
                 option, name, f": cannot import module {module!r} ({error}); {way_out}"
             ) from error
-    allowed = objectives() if target is None else methods_of(target)
+    allowed = list_objectives() if target is None else list_methods(target)
     if plain not in allowed:
         available = "" if target is None else f" with --to {target}"
         rule = f"is not available{available}; use one of {', '.join(allowed)}"

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kvfold.attention.drift.recording import Arguments, OpenLayer, attention_name
-from kvfold.attention.drift.streams import Frame, cache_bytes_per_token
+from kvfold.attention.drift.recording import LayerArguments, OpenLayer, find_attention_name
+from kvfold.attention.drift.streams import StandInModel, measure_cache_bytes_per_token
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.parameters import WeightMap, WeightSource
@@ -69,7 +69,7 @@ class CheckpointStream:
         model = build_empty_model(config, dtype, self.device)
         self.weights = WeightMap(model, names)
         try:
-            self._frame = Frame(model)
+            self._frame = StandInModel(model)
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         self.layers = len(self._frame.layers)
@@ -87,7 +87,7 @@ class CheckpointStream:
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
-        self._recorded: dict[int, list[Arguments]] = {}  # by the number of tokens
+        self._recorded: dict[int, list[LayerArguments]] = {}  # by the number of tokens
 
     def release(self) -> None:
         """Drop all parameters that stay loaded between calls; opening a layer does it too."""
@@ -121,7 +121,7 @@ class CheckpointStream:
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors and yield the layer; they are dropped when the block ends."""
 
-        def make_arguments(hidden: Tensor) -> Arguments:
+        def make_arguments(hidden: Tensor) -> LayerArguments:
             tokens = hidden.shape[1]
             if tokens not in self._recorded:
                 self._recorded = {tokens: self._embed_zeros(tokens)[1]}
@@ -130,7 +130,7 @@ class CheckpointStream:
             if biases is None or biases.dim() != 3:
                 return recorded
             # biases of scores [H, 1, T] (bloom) do not broadcast over the batch, all else does
-            return Arguments(
+            return LayerArguments(
                 recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)}
             )
 
@@ -163,7 +163,7 @@ class CheckpointStream:
             return self._frame.logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
 
     @torch.no_grad()
-    def _embed_zeros(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
+    def _embed_zeros(self, tokens: int, **options: Any) -> tuple[Tensor, list[LayerArguments]]:
         """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the
         arguments of all layers.
 
@@ -213,7 +213,7 @@ class CheckpointStream:
 
     def list_attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters in a layer's attention."""
-        name = attention_name(self._frame.layers[index])
+        name = find_attention_name(self._frame.layers[index])
         return self.weights.find_sources(f"{self._frame.path}.{index}.{name}.")
 
     def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
@@ -245,16 +245,16 @@ class CheckpointStream:
         stream computes in.
         """
 
-        def embed_with_cache(tokens: int) -> tuple[Tensor, list[Arguments]]:
+        def embed_with_cache(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
             hidden, arguments = self._embed_zeros(tokens, use_cache=True)
             calls = [(item.args, item.kwargs) for item in arguments]
             calls = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), calls)
-            return hidden.to("meta"), [Arguments(*call) for call in calls]
+            return hidden.to("meta"), [LayerArguments(*call) for call in calls]
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class
         # is repeated here.
         with errors_as_input_errors():
-            total = cache_bytes_per_token(self._frame.layers, embed_with_cache)
+            total = measure_cache_bytes_per_token(self._frame.layers, embed_with_cache)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize

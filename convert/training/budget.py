@@ -6,7 +6,7 @@ import math
 
 from kvfold.convert.formatting import parse_number
 
-# Chosen, not tuned: eight rounds, enough for `training.polish.slowdown` to judge the rate.
+# Chosen, not tuned: eight rounds, enough for `training.polish.compute_slowdown` to judge the rate.
 AUTO_POLISH_STEPS = 200
 # Steps between two evaluations on held-out sequences: chosen, not tuned.
 POLISH_ROUND = 25
@@ -29,25 +29,25 @@ BLOCK_STEPS = 256
 LOGITS = 6 << 20
 
 
-def steps_of(polish: int | str, length: int) -> int:
+def count_polish_steps(polish: int | str, length: int) -> int:
     """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of
     ``length``.
     """
     if (tokens := parse_number(polish)) is not None:
-        return math.ceil(tokens / step_tokens(length))
+        return math.ceil(tokens / count_step_tokens(length))
     return AUTO_POLISH_STEPS if polish == "auto" else int(polish)
 
 
-def step_tokens(length: int) -> int:
+def count_step_tokens(length: int) -> int:
     """The number of tokens in one step, in sequences of ``length``."""
-    return batch_size(length) * length
+    return choose_batch_size(length) * length
 
 
-def batch_size(length: int) -> int:
+def choose_batch_size(length: int) -> int:
     """The number of sequences of ``length`` tokens in one step."""
     return max(1, BATCH_TOKENS // length)
 
 
-def refining_batch(length: int) -> int:
+def choose_refine_batch_size(length: int) -> int:
     """The number of sequences of ``length`` tokens in one step of refinement."""
     return max(1, min(_REFINED_SEQUENCES, _REFINED_TOKENS // length))

@@ -20,7 +20,12 @@ from torch.nn.functional import cross_entropy, kl_div
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
-from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
+from kvfold.convert.training.steps import (
+    freeze_constant_channel,
+    measure_channel_scales,
+    measure_tensor_sizes,
+    scale_adam_steps,
+)
 from kvfold.convert.walk.walk import Student
 
 # The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8
@@ -72,14 +77,18 @@ class TrainingTask(ABC):
                 master = tensors[name].detach().to(self.stream.device, torch.float32, copy=True)
                 self.masters[name] = nn.Parameter(master)
         student.put({**tensors, **self.masters})
-        slices = hold_constant(self.masters) if constant else {}
+        slices = freeze_constant_channel(self.masters) if constant else {}
         self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
-        channels = channel_scales(self.trained, slices) if by_channel else {}
+        channels = measure_channel_scales(self.trained, slices) if by_channel else {}
         self.optimizer = torch.optim.Adam(
             self.trained.values(), lr=1.0, betas=BETAS, eps=_EPS, fused=True
         )
-        scale_steps(
-            self.optimizer, self.trained, tensor_sizes(self.trained, slices), slices, channels
+        scale_adam_steps(
+            self.optimizer,
+            self.trained,
+            measure_tensor_sizes(self.trained, slices),
+            slices,
+            channels,
         )
 
     def load_masters(self) -> None:
@@ -207,10 +216,10 @@ def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
     """The mean ``KL(teacher || student)`` in nats per token, for logits ``[B, T, V]``."""
     # The last position has no next token and does not count.
     rows = logits[:, :-1].flatten(0, 1)
-    return divergence(rows, teacher[:, :-1].flatten(0, 1)) / len(rows)
+    return sum_kl(rows, teacher[:, :-1].flatten(0, 1)) / len(rows)
 
 
-def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
+def sum_kl(logits: Tensor, teacher: Tensor) -> Tensor:
     """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for logits
     ``[n, V]``. Computed in float32 or wider.
     """

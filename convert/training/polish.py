@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import distances
+from kvfold.attention.drift.compare import sum_prediction_drift
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
-from kvfold.convert.training.loop import TrainingTask, divergence, random_batches
-from kvfold.convert.walk.walk import Student, last_states
+from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, choose_batch_size
+from kvfold.convert.training.loop import TrainingTask, random_batches, sum_kl
+from kvfold.convert.walk.walk import Student, run_all_layers
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
 # 0.1045 / 0.0249: flat (bench_polish_constants.py, 2026-11-23)
 _WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL
 # after 30 and 60 of 60 steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173;
-# layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then
+# layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which `compute_slowdown` then
 # halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276
 # (all 2026-11-23).
 _RATE = 2.4
@@ -43,7 +43,7 @@ _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 
 
-class TaughtText(NamedTuple):
+class TeacherText(NamedTuple):
     """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer,
     ``states [N, T, E]``.
     """
@@ -55,13 +55,15 @@ class TaughtText(NamedTuple):
 @torch.no_grad()
 def run_teacher(
     teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None = None
-) -> TaughtText:
+) -> TeacherText:
     """Run ``teacher`` over ``tokens``, with matrix products of dtype ``autocast``; None means
     float32.
     """
     with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
-        states = last_states(teacher, tokens)
-    return TaughtText(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
+        states = run_all_layers(teacher, tokens)
+    return TeacherText(
+        tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states])
+    )
 
 
 class TrainingText:
@@ -82,22 +84,22 @@ class TrainingText:
         its first.
         """
         count, length = self.tokens.shape
-        batches = islice(random_batches(count, batch_size(length), seed), steps)
+        batches = islice(random_batches(count, choose_batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
             self._block = sorted({index for batch in block for index in processes.shard(batch)})
             self._states = None
             yield from block
 
-    def read(self, indices: list[int]) -> TaughtText:
+    def read(self, indices: list[int]) -> TeacherText:
         """The sequences ``indices`` of the block's batches."""
         if self._states is None:
             tokens = self.tokens[self._block].long()
             self._states = run_teacher(self._teacher, tokens, self._teacher.autocast).states
         rows = [bisect_left(self._block, index) for index in indices]
-        return TaughtText(self.tokens[indices].long(), self._states[rows])
+        return TeacherText(self.tokens[indices].long(), self._states[rows])
 
 
-def slowdown(errors: Sequence[float], steps: int) -> float:
+def compute_slowdown(errors: Sequence[float], steps: int) -> float:
     """A factor on the learning rate, halved by each part of the run that does not lower the best
     error by at least 1 %.
 
@@ -113,7 +115,7 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     )
 
 
-class ModelTask(TrainingTask):
+class PolishTask(TrainingTask):
     """A converted model, all of whose ``layers`` are open and whose attention is trained on
     ``text`` for ``steps`` steps.
 
@@ -132,7 +134,7 @@ class ModelTask(TrainingTask):
         layers: Sequence[OpenLayer],
         tensors: Mapping[str, Tensor],
         text: TrainingText,
-        held_out: TaughtText,
+        held_out: TeacherText,
         steps: int,
         *,
         constant: bool = False,
@@ -153,7 +155,7 @@ class ModelTask(TrainingTask):
         width = self.held_out.states.shape[-1]
         peak = _RATE / len(self.layers) * distance / math.sqrt(width)
         warmup = min(1.0, (step + 1) / _WARMUP)
-        return peak * slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
+        return peak * compute_slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
         if own := processes.shard(batch):
@@ -163,10 +165,10 @@ class ModelTask(TrainingTask):
             # Gradients of the last layer's output add up here, a few positions at a time, and go
             # through the layers once.
             leaf = hidden.detach().requires_grad_()
-            for logits, expected, _ in self._predict(
+            for logits, expected, _ in self._yield_logits(
                 leaf, states, self.stream.use_training_precision()
             ):
-                loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
+                loss = sum_kl(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
@@ -174,23 +176,23 @@ class ModelTask(TrainingTask):
         """The mean KL from the teacher's next-token distributions, in nats per token; leaves all
         figures in ``figures``.
         """
-        self.figures = processes.broadcast_from_rank0(self._measure)
+        self.figures = processes.broadcast_from_rank0(self._measure_held_out)
         return self.figures["kl"]
 
     @torch.no_grad()
-    def _measure(self) -> dict[str, float]:
+    def _measure_held_out(self) -> dict[str, float]:
         """Means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
         teacher's loss (all in nats), ``top_1_agreement``.
         """
         tokens = self.held_out.tokens
         sums = torch.zeros(4, dtype=torch.float64)
-        size = batch_size(tokens.shape[1])
+        size = choose_batch_size(tokens.shape[1])
         chunks = (torch.split(values, size) for values in self.held_out)
         for batch, states in zip(*chunks, strict=True):
             labels = batch[:, 1:].to(self.stream.device)
             hidden = self.run_layers(batch)[:, :-1]
-            for logits, expected, span in self._predict(hidden, states[:, :-1], nullcontext()):
-                sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
+            for logits, expected, span in self._yield_logits(hidden, states[:, :-1], nullcontext()):
+                sums += sum_prediction_drift(expected, logits, labels[:, span]).sum(1).cpu()
         kl, agreement, teacher_loss, loss = (sums / tokens[:, 1:].numel()).tolist()
         excess = loss - teacher_loss
         return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
@@ -203,7 +205,7 @@ class ModelTask(TrainingTask):
             hidden = layer(hidden).states
         return hidden
 
-    def _predict(
+    def _yield_logits(
         self, hidden: Tensor, states: Tensor, precision: AbstractContextManager[Any]
     ) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """The student's and the teacher's logits, from their residual streams after the last layer,

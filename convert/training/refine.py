@@ -11,7 +11,7 @@ the student's residuals before the layer, the target of the student's update is
 
 so that a layer also corrects the errors of earlier layers. The loss is the squared error against
 the target, relative to the teacher's attention update, with each token weighted by the inverse of
-its residual's size (`token_weights`): otherwise the few tokens with massive activations, in the
+its residual's size (`compute_token_weights`): otherwise the few tokens with massive activations, in the
 teacher or the student, would dominate.
 
 Memory holds one layer of each model, the master weights and Adam's moments.
@@ -25,12 +25,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import squares
+from kvfold.attention.drift.compare import sum_squares
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.training.budget import refining_batch
+from kvfold.convert.training.budget import choose_refine_batch_size
 from kvfold.convert.training.loop import TrainingResult, TrainingTask, random_batches, train
-from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
+from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, compute_token_weights
 from kvfold.convert.walk.walk import Step, Student
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that
@@ -67,7 +67,7 @@ TensorMap = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Refinement:
+class RefineSettings:
     """The settings shared by all layers of a run. ``steps`` is the number of steps per layer, or
     ``"auto"``.
 
@@ -83,7 +83,7 @@ class Refinement:
     constant: bool = False
 
 
-def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> TrainingResult:
+def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> TrainingResult:
     """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have
     calibration sequences. Returns all ``tensors``, refined if that helped.
 
@@ -104,10 +104,10 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
     step.student.put(tensors)
     with step.student.stream.open_layer(step.index) as layer:
         for slower in _RETRY_LR:
-            task = LayerTask(step.student, layer, tensors, settings, training, held_out, slower)
+            task = RefineTask(step.student, layer, tensors, settings, training, held_out, slower)
             # Each layer has its own order of the sequences.
             seed = settings.seed * 1_000_003 + step.index
-            size = refining_batch(training.chunks[0].inputs.shape[1])
+            size = choose_refine_batch_size(training.chunks[0].inputs.shape[1])
             *_, result = train(task, random_batches(training.count, size, seed), REFINE_ROUND)
             if result.best_step:
                 break
@@ -130,7 +130,7 @@ def learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -
     return 1.0 if step < falls else 1 - (step - falls) / _DECAY_STEPS
 
 
-class LayerTask(TrainingTask):
+class RefineTask(TrainingTask):
     """Trains the attention of one open converted layer on the sequences ``training``; ``slower``
     is a factor of the learning rate.
     """
@@ -140,9 +140,9 @@ class LayerTask(TrainingTask):
         student: Student,
         layer: OpenLayer,
         tensors: TensorMap,
-        settings: Refinement,
-        training: "Examples",
-        held_out: "Examples",
+        settings: RefineSettings,
+        training: "RefineExamples",
+        held_out: "RefineExamples",
         slower: float = 1.0,
     ) -> None:
         super().__init__(student, [layer], tensors, constant=settings.constant)
@@ -166,7 +166,9 @@ class LayerTask(TrainingTask):
         if rows:
             examples = [[states[row] for states in training.chunks[chunk]] for chunk, row in rows]
             with self.stream.use_training_precision():
-                missing = self._missing(Chunk(*map(torch.stack, zip(*examples, strict=True))))
+                missing = self._compute_error(
+                    ExampleChunk(*map(torch.stack, zip(*examples, strict=True)))
+                )
             # Divided by the root of the count, not by the count: float16 gradients neither vanish
             # nor overflow, and Adam does not see the difference. The count is that of all sequences
             # of the batch.
@@ -179,11 +181,11 @@ class LayerTask(TrainingTask):
         chunks = self._held_out.chunks
         elements = sum(chunk.targets.numel() for chunk in chunks)
         missing = processes.broadcast_from_rank0(
-            lambda: float(sum(squares(self._missing(chunk)) for chunk in chunks))
+            lambda: float(sum(sum_squares(self._compute_error(chunk)) for chunk in chunks))
         )
         return missing / elements / (self._held_out.energy or 1 / elements)
 
-    def _missing(self, chunk: "Chunk") -> Tensor:
+    def _compute_error(self, chunk: "ExampleChunk") -> Tensor:
         """The student's attention update for the inputs minus its target, times the weight of each
         token, in float32 or wider.
         """
@@ -194,7 +196,7 @@ class LayerTask(TrainingTask):
         return (added.to(wide) - chunk.targets.to(wide)) * chunk.weights.to(wide)
 
 
-class Chunk(NamedTuple):
+class ExampleChunk(NamedTuple):
     """Some of the sequences for training a layer's attention.
 
     inputs    the student's residuals before the layer, ``[b, T, E]``
@@ -208,7 +210,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Examples:
+class RefineExamples:
     """Sequences for training a layer's attention.
 
     chunks  this process's share of them, in the walk's chunks
@@ -216,7 +218,7 @@ class Examples:
     count   the number of sequences of all processes
     """
 
-    chunks: list[Chunk]
+    chunks: list[ExampleChunk]
     energy: float
     count: int
 
@@ -224,14 +226,14 @@ class Examples:
 @torch.no_grad()
 def make_examples(
     update: AttentionUpdate, layer: OpenLayer, chunks: Iterable[tuple[Tensor, Tensor, Tensor]]
-) -> Examples:
+) -> RefineExamples:
     """Compute a layer's training examples. Every process must call this, with its share of the
     sequences.
 
     A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
     output, and the student's residual stream; ``update`` is the teacher's.
     """
-    examples: list[Chunk] = []
+    examples: list[ExampleChunk] = []
     sums = torch.zeros(3, dtype=torch.float64)
     for inputs, attention, student_inputs in chunks:
         added = update.of(layer, attention)
@@ -239,10 +241,10 @@ def make_examples(
         residual = inputs.to(wide)
         student_residual = student_inputs.to(wide)
         added = added.to(wide)
-        weights = token_weights(residual + added, student_residual)
+        weights = compute_token_weights(residual + added, student_residual)
         targets = (added + (residual - student_residual)).to(student_inputs.dtype)
-        examples.append(Chunk(student_inputs, targets, weights))
-        energy = float(squares(added * weights))
+        examples.append(ExampleChunk(student_inputs, targets, weights))
+        energy = float(sum_squares(added * weights))
         sums += torch.tensor([energy, targets.numel(), len(targets)], dtype=torch.float64)
     processes.all_reduce([sums])
-    return Examples(examples, float(sums[0] / sums[1]), int(sums[2]))
+    return RefineExamples(examples, float(sums[0] / sums[1]), int(sums[2]))

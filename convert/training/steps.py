@@ -13,7 +13,7 @@ some tensors unchanged and destroy others, so steps are scaled for
                         1 / CONSTANT
 
 The first is a learning rate per tensor. Adam's steps do not depend on the scale of the gradient, so
-the other two shorten the steps themselves (`scale_steps`), whether the optimizer is run by
+the other two shorten the steps themselves (`scale_adam_steps`), whether the optimizer is run by
 `loop.train` or by ``transformers.Trainer``.
 """
 
@@ -42,7 +42,7 @@ Slices = Mapping[str, ConstantSlice]
 Channels = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def scale_steps(
+def scale_adam_steps(
     optimizer: torch.optim.Optimizer,
     named: Named,
     sizes: Mapping[str, float],
@@ -81,7 +81,7 @@ def scale_steps(
             name = group["name"]
             tensor = group["params"][0].data
             if name in slices:
-                view = _local_slice(tensor, slices[name])
+                view = _select_local_slice(tensor, slices[name])
                 shortened.append((view, (slices[name].pace,), view.clone()))
             if name in channels:
                 shortened.append((tensor, channels[name], tensor.clone()))
@@ -99,7 +99,7 @@ def scale_steps(
     optimizer.register_step_post_hook(shorten)
 
 
-def _local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
+def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
     """A view of the slice in the local shard of ``tensor``; empty if another process has it."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # Tensors are sharded along their first axis: every process has a part of a slice along another
@@ -114,7 +114,7 @@ def _local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
     return local.narrow(0, int(where[0]) if len(where) else 0, len(where))
 
 
-def tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
+def measure_tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
     """The root mean square of every tensor; a bias gets that of its weight.
 
     The constant channel is ignored because it is large but hardly moves, and zeros because those of
@@ -125,17 +125,17 @@ def tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
         free = tensor.detach().float().clone()
         if name in slices:
             free.select(slices[name].axis, slices[name].index).zero_()
-        sizes[name] = max(_MIN_SIZE, float(_mean_square(free).sqrt()))
+        sizes[name] = max(_MIN_SIZE, float(_compute_mean_square(free).sqrt()))
     weights = {name: name.removesuffix(".bias") + ".weight" for name in sizes if ".bias" in name}
     return {name: sizes.get(weights.get(name, name), size) for name, size in sizes.items()}
 
 
-def _mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
+def _compute_mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
     """The mean square of all elements that are not zero, or of those along ``axis``."""
     return tensor.square().sum(axis) / (tensor != 0).sum(axis).clamp_min(1)
 
 
-def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
+def measure_channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
     """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row
     sizes ``[m]``.
 
@@ -151,8 +151,8 @@ def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tens
         if weight.dim() != 2:
             continue
         values = weight.detach().float()
-        mean = _mean_square(values).clamp_min(torch.finfo(values.dtype).tiny)
-        rows, columns = ((_mean_square(values, axis) / mean).sqrt() for axis in (1, 0))
+        mean = _compute_mean_square(values).clamp_min(torch.finfo(values.dtype).tiny)
+        rows, columns = ((_compute_mean_square(values, axis) / mean).sqrt() for axis in (1, 0))
         # A column that reads the constant channel is a bias divided by the constant, often zero.
         if name in slices and slices[name].axis == 1:
             columns[slices[name].index] = 1
@@ -163,7 +163,7 @@ def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tens
     return scales
 
 
-def hold_constant(named: Named) -> dict[str, ConstantSlice]:
+def freeze_constant_channel(named: Named) -> dict[str, ConstantSlice]:
     """Freeze the latents' norms among the parameters ``named``; returns the constant channel's
     slices by name.
     """
@@ -179,10 +179,10 @@ def scale_gradients(named: Named, slices: Slices) -> None:
     with torch.no_grad():
         for name, part in slices.items():
             if named[name].grad is not None:
-                _local_slice(named[name].grad, part).mul_(part.pace)
+                _select_local_slice(named[name].grad, part).mul_(part.pace)
 
 
-def has_constant(checkpoint: Checkpoint) -> bool:
+def has_constant_channel(checkpoint: Checkpoint) -> bool:
     """True if every latent in the checkpoint has the constant channel (`mla.encode`)."""
     if not is_mla_config(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
@@ -196,7 +196,7 @@ def has_constant(checkpoint: Checkpoint) -> bool:
     )
 
 
-def check_constant(state: Named, checkpoint: Checkpoint) -> None:
+def check_constant_channel(state: Named, checkpoint: Checkpoint) -> None:
     """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
     ``checkpoint``.
     """

@@ -12,7 +12,7 @@ mixture of distances up to the full context,
     tail(delta) ~ 1 / (1 + delta)       the same weight for every octave of distances
     flat(delta) ~ reach - delta         the distances of two tokens drawn from the context
 
-Transforms use the mixture through averages of rotations (`rotary_moments`), computed as exact sums.
+Transforms use the mixture through averages of rotations (`compute_rotary_moments`), computed as exact sums.
 The tail and the flat part are the same for all heads and layers, so the long sum over the context
 is computed once per model; only the short profiles are summed for each head.
 """
@@ -43,7 +43,7 @@ CHUNK = (
 
 
 @dataclass(frozen=True)
-class Distances:
+class DistanceMixture:
     """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``; the rest is ``profile [H,
     S]``. Float64.
     """
@@ -56,7 +56,7 @@ class Distances:
 
 def mix_distances(
     profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None
-) -> Distances:
+) -> DistanceMixture:
     """The mixture above for ``profile [H, S]`` and a model that must support ``context`` positions.
 
     It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is
@@ -65,10 +65,10 @@ def mix_distances(
     """
     reach = max(profile.shape[1], min(context, FARTHEST))
     share = TAIL if tail is None else tail
-    return Distances(profile.double(), reach, (1 - uniform) * share, uniform)
+    return DistanceMixture(profile.double(), reach, (1 - uniform) * share, uniform)
 
 
-def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
+def compute_rotary_moments(distances: DistanceMixture, speed: Tensor) -> Tensor:
     """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head: complex128 ``[H, n,
     n]``.
 
@@ -77,32 +77,36 @@ def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
     angles.
     """
     # Pass speeds to the cached function as a tuple: tensors hash by identity.
-    common = _common_moment(
+    common = _compute_shared_moment(
         distances.reach, distances.tail, distances.flat, tuple(speed.double().tolist())
     )
     speed, common = (each.to(distances.profile.device) for each in (speed.double(), common))
     share = 1 - distances.tail - distances.flat
-    return torch.stack([share * _wave_moment(row, speed) + common for row in distances.profile])
+    return torch.stack(
+        [share * _sum_rotary_moment(row, speed) + common for row in distances.profile]
+    )
 
 
-def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
+def average_rotation_factors(distances: DistanceMixture, theta: Tensor) -> Tensor:
     """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each
     of ``theta [L]``.
     """
     speed = theta.double()
-    return rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
+    return compute_rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
 
 
 @lru_cache(maxsize=16)
-def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...]) -> Tensor:
-    """`_wave_moment` of the tail and the flat part, ``[n, n]``, which all heads share."""
+def _compute_shared_moment(
+    reach: int, tail: float, flat: float, speed: tuple[float, ...]
+) -> Tensor:
+    """`_sum_rotary_moment` of the tail and the flat part, ``[n, n]``, which all heads share."""
     ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
     octaves = 1 / ahead.flip(0)
     weights = tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
-    return _wave_moment(weights, torch.tensor(speed, dtype=torch.float64))
+    return _sum_rotary_moment(weights, torch.tensor(speed, dtype=torch.float64))
 
 
-def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:
+def _sum_rotary_moment(weights: Tensor, speed: Tensor) -> Tensor:
     """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, summed in chunks
     of distances.
     """

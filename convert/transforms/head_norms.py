@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import append_bias, input_moment, split_bias
+from kvfold.convert.transforms.linalg import append_bias, compute_input_moment, split_bias
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
@@ -56,7 +56,7 @@ class LinearizedNorm(Tensors):
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
 
-def linearize(
+def linearize_norm(
     rows: Tensor, norm: HeadNorm | None, moment: Tensor, divisor: Tensor | None = None
 ) -> LinearizedNorm:
     """The average linear map of a projection ``rows [n, D, F]`` followed by ``norm``.
@@ -71,9 +71,9 @@ def linearize(
     gain = norm.weight.double() + norm.offset
     if norm.bias is not None:
         constant = norm.bias.double()
-    rows = center(rows, norm)
+    rows = subtract_mean(rows, norm)
     if divisor is None:
-        divisor = root_mean_square(rows, norm, moment)
+        divisor = compute_divisors(rows, norm, moment)
     rows = rows * (gain / divisor[:, None])[..., None]
     return LinearizedNorm(rows, divisor, gain, constant, norm)
 
@@ -83,7 +83,7 @@ def has_norms(weights: AttentionWeights) -> bool:
     return weights.q_norm is not None or weights.k_norm is not None
 
 
-def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def project_with_norms(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Queries, then keys, for ``inputs [N, E]`` with norms applied ``[N, H + G, D]``, and the
     divisors ``[N, H + G]``.
 
@@ -102,8 +102,8 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
             rows += bias.to(rows)[..., None]
         divisor = rows.new_ones(len(rows), len(inputs))
         if norm is not None:
-            rows = center(rows, norm)
-            divisor = _root(rows.square().mean(1), norm)
+            rows = subtract_mean(rows, norm)
+            divisor = _compute_root_mean_squares(rows.square().mean(1), norm)
             rows = rows / divisor[:, None] * (norm.weight.to(rows) + norm.offset)[..., None]
             if norm.bias is not None:
                 rows += norm.bias.to(rows)[..., None]
@@ -112,13 +112,13 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(results).movedim(-1, 0), torch.cat(divisors).mT
 
 
-def linearize_heads(
+def linearize_norms(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
     """Return the layer without norms: queries and keys become the linear maps closest to the
     normalized ones.
 
-    With statistics that contain no text (`blank_statistics`) this is the projection divided by one
+    With statistics that contain no text (`make_blank_statistics`) this is the projection divided by one
     number per head. A map includes a constant if the source has a bias. ``key_constant`` adds a
     constant to keys in any case: a constant key shifts all scores of a query by the same amount, so
     it costs nothing if the layout supports one. Layers without norms are returned unchanged.
@@ -129,19 +129,21 @@ def linearize_heads(
     constant = weights.q_bias is not None
     queries = slice(weights.heads)
     rows = append_bias(weights.q, weights.q_bias)
-    q = _fit_linear(rows, weights.q_norm, statistics, queries, constant)
+    q = _fit_linear_map(rows, weights.q_norm, statistics, queries, constant)
     q, q_bias = split_bias(q, constant)
     constant = key_constant or weights.k_bias is not None
     keys = slice(weights.heads, None)
     rows = append_bias(weights.k, weights.k_bias)
-    k, k_bias = split_bias(_fit_linear(rows, weights.k_norm, statistics, keys, constant), constant)
+    k, k_bias = split_bias(
+        _fit_linear_map(rows, weights.k_norm, statistics, keys, constant), constant
+    )
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 
-def divide_heads(
+def linearize_norms_by_divisors(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor | None]:
-    """Replace norms by linear maps as `linearize_heads` does, but divide the keys of each head by
+    """Replace norms by linear maps as `linearize_norms` does, but divide the keys of each head by
     one constant; also return these constants ``[G]``, None without norms.
 
     The keys, which must have a norm if queries do, are exact up to one factor per token and head.
@@ -151,13 +153,13 @@ def divide_heads(
     assert weights.k_norm is not None
     statistics = statistics.to(weights.q.device)
     rows = append_bias(weights.k, weights.k_bias)
-    keys = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
-    linear = linearize_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
+    keys = _divide_by_constant(rows, weights.k_norm, statistics, slice(weights.heads, None))
+    linear = linearize_norms(replace(weights, k_norm=None), statistics, key_constant=key_constant)
     k, k_bias = split_bias(keys.affine, linear.k_bias is not None)
     return replace(linear, k=k, k_bias=k_bias), keys.divisor
 
 
-def _fit_linear(
+def _fit_linear_map(
     rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
 ) -> Tensor:
     """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows``
@@ -168,12 +170,12 @@ def _fit_linear(
     """
     if norm is None:
         return rows
-    start = _over_one_number(rows, norm, statistics, heads).affine
+    start = _divide_by_constant(rows, norm, statistics, heads).affine
     if not constant:
         start[..., -1] = 0
     if statistics.normed is None:
         return start
-    moment = input_moment(statistics, ridge=0.0)
+    moment = compute_input_moment(statistics, ridge=0.0)
     residual = statistics.normed[heads] - start @ moment
     # The fewer tokens, the stronger the pull toward L_0.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
@@ -183,7 +185,7 @@ def _fit_linear(
     return start
 
 
-def _over_one_number(
+def _divide_by_constant(
     rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice
 ) -> LinearizedNorm:
     """``L_0``: the projection ``rows [n, D, E+1]`` followed by ``norm``, over one number per head.
@@ -194,10 +196,10 @@ def _over_one_number(
     if statistics.divisors is not None:
         mean, square, _ = statistics.divisors[heads].unbind(-1)
         divisor = square / mean
-    return linearize(rows, norm, input_moment(statistics), divisor)
+    return linearize_norm(rows, norm, compute_input_moment(statistics), divisor)
 
 
-def center(rows: Tensor, norm: HeadNorm) -> Tensor:
+def subtract_mean(rows: Tensor, norm: HeadNorm) -> Tensor:
     """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS
     norms remove none.
     """
@@ -206,14 +208,14 @@ def center(rows: Tensor, norm: HeadNorm) -> Tensor:
     return rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
 
 
-def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """The divisors ``[n]`` for rows from `center`, from the second moment ``[F, F]`` of the inputs
+def compute_divisors(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
+    """The divisors ``[n]`` for rows from `subtract_mean`, from the second moment ``[F, F]`` of the inputs
     ``[x; 1]``.
     """
-    return _root(((rows @ moment) * rows).sum(-1).mean(-1), norm)
+    return _compute_root_mean_squares(((rows @ moment) * rows).sum(-1).mean(-1), norm)
 
 
-def _root(square: Tensor, norm: HeadNorm) -> Tensor:
+def _compute_root_mean_squares(square: Tensor, norm: HeadNorm) -> Tensor:
     """The divisors for the mean squares ``[n, ...]`` of the heads."""
     if norm.extent == "flat":
         square = square.mean(0, keepdim=True).expand_as(square)

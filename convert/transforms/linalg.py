@@ -16,13 +16,13 @@ from kvfold.convert.transforms.weights import LayerStatistics
 # of the shipped model change by less than 5e-5 of their value.
 RIDGE = 1e-9
 
-# Pull of `fit_output` toward the present projection, relative to the mean energy of the heads'
+# Pull of `fit_output_projection` toward the present projection, relative to the mean energy of the heads'
 # dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out sequences
 # decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
 
 
-def input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
+def compute_input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
     """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by
     ``ridge``.
     """
@@ -36,9 +36,9 @@ def input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
     return moment
 
 
-def covariance(moment: Tensor) -> Tensor:
+def compute_covariance(moment: Tensor) -> Tensor:
     """The covariance ``[E, E]`` of the inputs, from ``moment [E+1, E+1]`` as returned by
-    `input_moment`.
+    `compute_input_moment`.
     """
     mean = moment[-1, :-1]
     return moment[:-1, :-1] - torch.outer(mean, mean)
@@ -59,21 +59,21 @@ def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
     return rows[..., :-1], rows[..., -1] if present else None
 
 
-def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
+def compute_joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
     """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and
     ``moment [F, F]``.
     """
     return torch.einsum("iaf,jbf->iajb", rows @ moment, rows)
 
 
-def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
+def compute_head_moments(rows: Tensor, moment: Tensor) -> Tensor:
     """The second moment ``[n, D, D]`` of each head separately, from ``rows [n, D, F]`` and ``moment
     [F, F]``.
     """
     return (rows @ moment) @ rows.mT
 
 
-def output_metric(output: Tensor, kv_heads: int) -> Tensor:
+def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
     """The matrix ``M_g [D, D]`` of every KV head, ``[G, D, D]``, from ``W_o [E, H, D]``.
 
     ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed
@@ -83,7 +83,7 @@ def output_metric(output: Tensor, kv_heads: int) -> Tensor:
     return torch.einsum("egrc,egrd->gcd", columns, columns)
 
 
-def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def decompose_symmetric(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices
     ``[..., n, n]``.
     """
@@ -91,13 +91,13 @@ def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
+def compute_metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n,
     n]``.
 
     Directions whose eigenvalue is below 1e-10 times the largest are treated as absent in both.
     """
-    values, vectors = symmetric_eig(metric)
+    values, vectors = decompose_symmetric(metric)
     present = values > 1e-10 * values[..., :1]
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
@@ -106,7 +106,7 @@ def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     return rooted, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
-def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
+def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     """``X [..., n, m]`` with ``(gram + damping e I) X = residual``; ``e`` is the mean diagonal
     element of ``gram``.
 
@@ -120,7 +120,7 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     return solution
 
 
-def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
+def fit_output_projection(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
     """The output projection ``W [E, n]`` by ridge regression, pulled toward ``present``.
 
     It minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2`` for the results ``z`` of the
@@ -129,7 +129,7 @@ def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
 
         W = present + missing (gram + OUTPUT_RIDGE e I)^-1
     """
-    return present + damped_solve(gram, missing.mT, OUTPUT_RIDGE).mT
+    return present + solve_damped(gram, missing.mT, OUTPUT_RIDGE).mT
 
 
 def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], -2)
 
 
-def pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
+def make_pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
     """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
     y_l) / sqrt 2``.
     """
@@ -164,11 +164,11 @@ def average_rotations(
     """``E[R moment S^T]`` over rotations ``R`` and ``S`` by one random distance, real ``[..., D,
     D]``.
 
-    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `pair_basis` of rows and
+    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `make_pair_basis` of rows and
     columns. The first dims rotate, in ``pairs`` pairs of rows and as many of columns, unless
     ``right_pairs`` differs.
     """
     rows, columns = moment.shape[-2:]
-    left = pair_basis(pairs, rows, moment.device)
-    right = pair_basis(pairs if right_pairs is None else right_pairs, columns, moment.device)
+    left = make_pair_basis(pairs, rows, moment.device)
+    right = make_pair_basis(pairs if right_pairs is None else right_pairs, columns, moment.device)
     return torch.real(left.mH @ ((left @ moment.to(left.dtype) @ right.mH) * phi) @ right)

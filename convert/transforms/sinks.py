@@ -5,10 +5,10 @@ Real decoders park attention on a few tokens, above all the first one, whose inp
 others. A sink is one key among hundreds, so least squares over tokens barely account for it, yet an
 error in its key changes every row. Weighting tokens by received attention fixes this, but costs
 accuracy without a sink. So each layer is fitted both ways, and its error on held-out sequences
-decides (`token_weightings`).
+decides (`weight_tokens_by_attention`).
 
 In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short,
-because its value is almost zero, and the norm would make it as long as all others. `add_damper`
+because its value is almost zero, and the norm would make it as long as all others. `add_sink_channel`
 adds a latent channel that nothing reads and that is large only for sinks: the row ``w`` with the
 largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token receives.
 """
@@ -19,28 +19,30 @@ from dataclasses import replace
 import torch
 
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.linalg import input_moment
+from kvfold.convert.transforms.linalg import compute_input_moment
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Candidates for the share of received attention in a token's weight
-# (`LayerStatistics.weighted_by_received_attention`). 0 is plain least squares over tokens. 0.5 is
+# (`LayerStatistics.weight_by_received_attention`). 0 is plain least squares over tokens. 0.5 is
 # not tuned: it gives a sink about the same weight as all other tokens.
 SHARES = (0.0, 0.5)
 
-# Isotropic share of the inputs' energy in the denominator of `add_damper`: rare directions in the
+# Isotropic share of the inputs' energy in the denominator of `add_sink_channel`: rare directions in the
 # text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
 
-def token_weightings(statistics: LayerStatistics) -> Iterator[tuple[float, LayerStatistics]]:
+def weight_tokens_by_attention(
+    statistics: LayerStatistics,
+) -> Iterator[tuple[float, LayerStatistics]]:
     """Yield each of `SHARES`, and the statistics with so much received attention in a token's
     weight; only plain least squares if no received attention was measured.
     """
     for share in SHARES if statistics.received_gram is not None else SHARES[:1]:
-        yield share, statistics.weighted_by_received_attention(share)
+        yield share, statistics.weight_by_received_attention(share)
 
 
-def add_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
+def add_sink_channel(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
     """Append the channel described above, with a mean square of one over all tokens.
 
     ``statistics`` weigh all tokens equally and include the averages weighted by received attention.
@@ -48,7 +50,7 @@ def add_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeig
     statistics = statistics.to(latent.down.device)
     assert statistics.received_gram is not None
     # The generalized eigenproblem received w = lambda gram w, in units in which gram is 1.
-    gram = input_moment(statistics, DAMPER_RIDGE)[:-1, :-1]
+    gram = compute_input_moment(statistics, DAMPER_RIDGE)[:-1, :-1]
     white = torch.linalg.inv(torch.linalg.cholesky(gram))
     _, vectors = torch.linalg.eigh(white @ statistics.received_gram @ white.mT)
     row = (vectors[:, -1:].mT @ white).to(latent.down)

@@ -125,7 +125,7 @@ class Rotary:
     def dims(self) -> int:
         return 2 * self.theta.numel()
 
-    def amplitudes(self, like: Tensor) -> Tensor:
+    def expand_amplitude(self, like: Tensor) -> Tensor:
         """The factor of each dim of a head, ``[D, 1]``, for ``like [heads, D, n]``."""
         factors = like.new_ones(like.shape[1], 1)
         factors[: self.dims] = self.amplitude
@@ -164,7 +164,7 @@ class LayerStatistics(Tensors):
     def to(self, device: torch.device | str) -> "LayerStatistics":
         return self.map(lambda tensor: tensor.to(device))
 
-    def weighted_by_received_attention(self, share: float) -> "LayerStatistics":
+    def weight_by_received_attention(self, share: float) -> "LayerStatistics":
         """Return statistics with tokens weighted by ``1 - share + share * received``; received
         attention averages 1.
         """
@@ -181,7 +181,9 @@ class LayerStatistics(Tensors):
         return replace(self, gram=gram, mean=mean, normed=normed)
 
 
-def blank_statistics(weights: AttentionWeights, scales: Tensor | None = None) -> LayerStatistics:
+def make_blank_statistics(
+    weights: AttentionWeights, scales: Tensor | None = None
+) -> LayerStatistics:
     """Statistics without text: every token attends only to itself, and inputs are uncorrelated with
     mean 0.
 

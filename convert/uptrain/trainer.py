@@ -1,7 +1,7 @@
 """The subclass of ``transformers.Trainer`` for uptraining: its arguments, the loss, the relative
 step sizes and the best weights on held-out text.
 
-Steps are relative to each tensor's size as in polishing (`scale_steps`), but not to its rows and
+Steps are relative to each tensor's size as in polishing (`scale_adam_steps`), but not to its rows and
 columns.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.attention.drift.compare import distances
+from kvfold.attention.drift.compare import sum_prediction_drift
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
@@ -28,14 +28,14 @@ from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import use_blockwise_attention
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
-from kvfold.convert.training.budget import batch_size
+from kvfold.convert.training.budget import choose_batch_size
 from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.steps import (
-    has_constant,
-    hold_constant,
+    freeze_constant_channel,
+    has_constant_channel,
+    measure_tensor_sizes,
+    scale_adam_steps,
     scale_gradients,
-    scale_steps,
-    tensor_sizes,
 )
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
@@ -55,7 +55,7 @@ _GPU_SEQUENCES = 4
 _BEST = "best.pt"
 
 
-def training_arguments(
+def make_training_arguments(
     request: UptrainRequest, width: int, precision: torch.dtype
 ) -> TrainingArguments:
     """The trainer's arguments for hidden size ``width``; in distributed runs, also creates the
@@ -77,7 +77,7 @@ def training_arguments(
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
     # teacher 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`,
     # 2026-11-26).
-    limit = batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
+    limit = choose_batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
     limit = min(share, request.micro_batch or limit)
     micro_batch = max(size for size in range(1, limit + 1) if share % size == 0)
     # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
@@ -156,7 +156,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             )
             enable({"use_reentrant": False})
         parameters = dict(model.named_parameters())
-        self.constant = hold_constant(parameters) if has_constant(source) else {}
+        self.constant = freeze_constant_channel(parameters) if has_constant_channel(source) else {}
         super().__init__(
             model=model,
             args=arguments,
@@ -166,7 +166,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        sizes = [tensor_sizes(parameters, self.constant)]
+        sizes = [measure_tensor_sizes(parameters, self.constant)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
             dist.broadcast_object_list(sizes, src=0)
@@ -201,7 +201,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments)
             parameters = dict(self.model.named_parameters())
-            scale_steps(optimizer, parameters, self._sizes, self.constant, {})
+            scale_adam_steps(optimizer, parameters, self._sizes, self.constant, {})
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
@@ -221,10 +221,10 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         logits = model(input_ids=tokens, use_cache=False).logits
         if self._teacher is None:
             return next_token_loss(logits, tokens)
-        return distillation_loss(logits, self._teacher_logits(tokens, logits))
+        return distillation_loss(logits, self._compute_teacher_logits(tokens, logits))
 
     @torch.no_grad()
-    def _teacher_logits(self, tokens: Tensor, like: Tensor) -> Tensor:
+    def _compute_teacher_logits(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The teacher's logits for the vocabulary of the student's logits ``like``; a larger
         sibling may pad its own further. Without a teacher, ``like``.
         """
@@ -243,16 +243,18 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         for inputs in self.get_eval_dataloader():
             tokens = inputs["input_ids"].long()
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            teacher = self._teacher_logits(tokens, logits)
-            sums = distances(teacher[:, :-1], logits[:, :-1], tokens[:, 1:])
+            teacher = self._compute_teacher_logits(tokens, logits)
+            sums = sum_prediction_drift(teacher[:, :-1], logits[:, :-1], tokens[:, 1:])
             # Of the sequences of all processes, without those that only fill up their last batch.
             rows.append(self.accelerator.gather_for_metrics(sums.T / tokens[0, 1:].numel()).cpu())
         kl, _, teacher_loss, loss = torch.cat(rows).mean(0).tolist()
         metrics = {"eval_loss": loss}
         if self._teacher is not None:
             metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
-        errors = [held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
-        if held_out_error(metrics) < min(errors, default=math.inf):
+        errors = [
+            select_held_out_error(row) for row in self.state.log_history if "eval_loss" in row
+        ]
+        if select_held_out_error(metrics) < min(errors, default=math.inf):
             state = self._gather_state()
             if launched_as_rank0():
                 with replace_file(self._best) as new:
@@ -265,7 +267,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return metrics
 
 
-def held_out_error(row: dict[str, float]) -> float:
+def select_held_out_error(row: dict[str, float]) -> float:
     """What the best weights have least of: the KL from the teacher, or the loss without one."""
     return row.get("eval_kl", row["eval_loss"])
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from kvfold.attention.drift.report import dtype_name
+from kvfold.attention.drift.report import format_dtype
 from kvfold.convert.checkpoint.atomic import (
     check_output_path,
     lock_output,
@@ -52,7 +52,7 @@ from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
 from kvfold.convert.training.loop import random_batches
-from kvfold.convert.training.steps import check_constant
+from kvfold.convert.training.steps import check_constant_channel
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 # The maximum size of a shard, as by default in transformers.
@@ -113,15 +113,15 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():
             locks.enter_context(lock_output(request.work.absolute()))
-        return _train(request, source)
+        return _run_uptraining(request, source)
 
 
-def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
+def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     from kvfold.convert.uptrain.trainer import (
         Uptrainer,
-        held_out_error,
         load_teacher,
-        training_arguments,
+        make_training_arguments,
+        select_held_out_error,
     )
 
     config = load_config(source, request.trust_remote_code)
@@ -132,8 +132,8 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     precision = training_autocast(source, device, request.precision) or torch.float32
     hide_progress_bars(request.quiet)
     # From here on the processes are connected.
-    arguments = training_arguments(request, config.hidden_size, precision)
-    checkpoint = broadcast_from_rank0(lambda: resume_or_start(request, source))
+    arguments = make_training_arguments(request, config.hidden_size, precision)
+    checkpoint = broadcast_from_rank0(lambda: prepare_training_folder(request, source))
     arguments.eval_on_start = bool(request.eval_every) and checkpoint is None
     tokens, held_out = broadcast_from_rank0(lambda: draw_tokens(request, source, config.vocab_size))
     teacher = load_teacher(request, source, precision)
@@ -142,7 +142,7 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
 
     def write() -> Uptrained:
         if trainer.constant:
-            check_constant(state, source)
+            check_constant_channel(state, source)
         options = request.result_options()
         for name in options.keys() & {"model", "text", "teacher"}:
             path = Path(options[name])
@@ -150,10 +150,10 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
                 options[name] = decode_file_name(path.resolve())
         rows = trainer.rows()
         record: dict[str, Any] = {"request": options, "log": rows}
-        record["precision"] = dtype_name(precision)
+        record["precision"] = format_dtype(precision)
         if measured := [row for row in rows if "eval_loss" in row]:
             # As in `Uptrainer`, the first of equals is the best.
-            best = min(measured, key=held_out_error)
+            best = min(measured, key=select_held_out_error)
             record["held_out"] = {"before": measured[0], "after": best}
         _write_checkpoint(request, source, side_files, trainer.model, state, record)
         shutil.rmtree(request.work)
@@ -178,7 +178,7 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     return files
 
 
-def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
+def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path | None:
     """Prepare ``OUT.training``. Returns the newest complete checkpoint there, or None for a start.
 
     Raises InputError if it is of a run with other options or of files of MODEL, the teacher or the
@@ -203,7 +203,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     now = json.dumps(
         {"options": request.result_options(), "files": fingerprint_files(files)}, indent=1
     )
-    checkpoint = None if request.fresh else _find_newest(work)
+    checkpoint = None if request.fresh else _find_newest_checkpoint(work)
     if checkpoint is None:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
@@ -218,7 +218,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     return checkpoint
 
 
-def _find_newest(work: Path) -> Path | None:
+def _find_newest_checkpoint(work: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
     states = work.glob(f"checkpoint-[0-9]*/{STATE}")
     for state in sorted(states, key=os.path.getmtime, reverse=True):
@@ -297,7 +297,7 @@ def _write_checkpoint(
             f"A converted checkpoint, trained further by kvfold: all weights, for {request.steps}"
             f" steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n\n"
         )
-        section += "\n".join(f"- {figure}" for figure in _held_out_figures(training))
+        section += "\n".join(f"- {figure}" for figure in _format_held_out_figures(training))
         write_small_file(folder / CARD, render_trained_card(card, name, section))
         record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 4}'))
         if "drift" in record:
@@ -308,14 +308,14 @@ def _write_checkpoint(
         source.check_unchanged()
 
 
-def summary(request: UptrainRequest, uptrained: Uptrained) -> str:
+def format_summary(request: UptrainRequest, uptrained: Uptrained) -> str:
     """A summary of the result for users, one to four lines long."""
     tokens = request.steps * request.batch_tokens
     wrote = f"wrote {request.out}: {request.steps} steps, {tokens} tokens"
-    return "\n".join([wrote, *_held_out_figures(uptrained.record)])
+    return "\n".join([wrote, *_format_held_out_figures(uptrained.record)])
 
 
-def _held_out_figures(record: Mapping[str, Any]) -> list[str]:
+def _format_held_out_figures(record: Mapping[str, Any]) -> list[str]:
     """A line for each figure on held-out text, before and after training."""
     rows = record.get("held_out", {"before": {}})
     return [

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.linalg import fit_output
+from kvfold.convert.transforms.linalg import fit_output_projection
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.walk import Step
 
@@ -52,7 +52,7 @@ class AttentionUpdate:
 UNCHANGED = AttentionUpdate()
 
 
-def token_weights(*residuals: Tensor) -> Tensor:
+def compute_token_weights(*residuals: Tensor) -> Tensor:
     """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; of several residuals
     the one with the largest RMS counts.
     """
@@ -69,7 +69,7 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weights:
+def refit_output_projection(step: Step, weights: Weights, update: AttentionUpdate) -> Weights:
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
     residual stream.
 
@@ -90,16 +90,16 @@ def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weigh
     with student.stream.open_layer(step.index) as layer:
         attention = [output.attention for output in teacher.outputs]
         chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
-        held_out = _regressions(layer, weights, present, update.scale, chunks)
+        held_out = _yield_regressions(layer, weights, present, update.scale, chunks)
         first = next(held_out, None)
         if first is None:
             return weights
         chunks = zip(teacher.calibration, teacher.attention, step.calibration, strict=True)
-        regressions = _regressions(layer, weights, present, update.scale, chunks)
+        regressions = _yield_regressions(layer, weights, present, update.scale, chunks)
         with student.stream.use_training_precision():
             gram, missing = _sum_regressions(present, regressions)
         fitted = processes.broadcast_from_rank0(
-            lambda: _fit(present, gram, missing, chain([first], held_out))
+            lambda: _fit_if_better(present, gram, missing, chain([first], held_out))
         )
     if fitted is None:
         return weights
@@ -109,7 +109,7 @@ def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weigh
     return replace(weights, o=output, o_bias=bias)
 
 
-def _regressions(
+def _yield_regressions(
     layer: OpenLayer,
     weights: AttentionWeights | LatentWeights,
     present: Tensor,
@@ -141,7 +141,7 @@ def _regressions(
                 return
         after = (before + attention * scale).to(wide)
         student_before = student_before.to(wide)
-        weight = token_weights(after, student_before).square()
+        weight = compute_token_weights(after, student_before).square()
         target = (after - student_before) / scale
         yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
 
@@ -168,13 +168,13 @@ def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tup
     return gram / total, (cross - present @ gram) / total
 
 
-def _fit(
+def _fit_if_better(
     present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
 ) -> Tensor | None:
     """Return the fitted projection; None if its weighted squared error on ``held_out`` is not below
     that of ``present``.
     """
-    fitted = fit_output(present, gram, missing)
+    fitted = fit_output_projection(present, gram, missing)
     gain = 0.0
     # One chunk is in memory at a time.
     for heads, target, weight in held_out:

@@ -12,13 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.profile import attention_sums
-from kvfold.attention.drift.recording import Arguments, LayerOutput
+from kvfold.attention.drift.profile import sum_attention_weights
+from kvfold.attention.drift.recording import LayerArguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.families.model import Model
-from kvfold.convert.transforms.head_norms import has_norms, project
+from kvfold.convert.transforms.head_norms import has_norms, project_with_norms
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 # With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8.
@@ -43,7 +43,7 @@ class StatisticsAccumulator:
         inputs = output.attention_input.flatten(0, -2).double()
         assert output.query is not None  # else `compute_queries_and_keys` gives both
         assert output.key is not None
-        profile, received = attention_sums(
+        profile, received = sum_attention_weights(
             output.query,
             output.key,
             output.scale,
@@ -58,9 +58,9 @@ class StatisticsAccumulator:
         for kind, weight in weights.items():
             sums[f"{kind}weight"] = weight.sum()
             sums[f"{kind}mean"] = weight @ inputs
-            sums[f"{kind}gram"] = _gram(inputs * weight.sqrt()[:, None])
+            sums[f"{kind}gram"] = _compute_gram(inputs * weight.sqrt()[:, None])
         if self._weights is not None:
-            normed, divisors = project(self._weights, inputs)
+            normed, divisors = project_with_norms(self._weights, inputs)
             squares = normed.square().sum(-1)
             sums["divisors"] = torch.stack([divisors, divisors.square(), squares], -1).sum(0)
             rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
@@ -88,7 +88,7 @@ class StatisticsAccumulator:
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
 
 
-def _gram(rows: Tensor) -> Tensor:
+def _compute_gram(rows: Tensor) -> Tensor:
     """``rows^T rows``, computed in blocks on and above the diagonal: the matrix is symmetric."""
     width = rows.shape[1]
     gram = rows.new_zeros(width, width)
@@ -103,7 +103,7 @@ def compute_queries_and_keys(
     weights: AttentionWeights,
     model: Model,
     layer: int,
-    arguments: Arguments,
+    arguments: LayerArguments,
 ) -> LayerOutput:
     """Return ``output`` with queries and keys computed from the layer's ``weights``; ``arguments``
     are the layer's.

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import Measurement, compare_predictions, squares
+from kvfold.attention.drift.compare import DriftMeasurement, compare_predictions, sum_squares
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
@@ -116,8 +116,8 @@ class Teacher:
         self.calibration_tokens = calibration
         self._model = model
         self._statistics_from = statistics_from
-        self.held_out = embed(source, held_out)
-        self._calibration = [] if calibration is None else embed(source, calibration)
+        self.held_out = embed_tokens(source, held_out)
+        self._calibration = [] if calibration is None else embed_tokens(source, calibration)
 
     def layers(self) -> Iterator[TeacherLayer]:
         """Yield every layer in order. Raises InputError if its outputs are not finite."""
@@ -179,7 +179,7 @@ class Student:
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = CheckpointStream(
             output.config,
-            self._read,
+            self._read_tensor,
             list(self._planned),
             source.device,
             source.dtype,
@@ -195,7 +195,7 @@ class Student:
         """
         self._put = tensors
 
-    def _read(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
         if planned.source is None:
@@ -221,23 +221,23 @@ class Walk:
     def __init__(self, teacher: Teacher, student: Student) -> None:
         self.teacher = teacher
         self.student = student
-        self.held_out = embed(student.stream, teacher.tokens)
+        self.held_out = embed_tokens(student.stream, teacher.tokens)
         tokens = teacher.calibration_tokens
-        self.calibration = [] if tokens is None else embed(student.stream, tokens)
+        self.calibration = [] if tokens is None else embed_tokens(student.stream, tokens)
 
     def __iter__(self) -> "Iterator[Step]":
         for layer in self.teacher.layers():
             yield Step(layer, self)
 
     @torch.no_grad()
-    def measurement(self) -> Measurement:
+    def measurement(self) -> DriftMeasurement:
         """Compare the whole student with the teacher on the held-out sequences, after the last
         layer.
         """
         source = self.teacher.stream
         student = self.student.stream
         tokens = self.teacher.tokens
-        chunks = torch.split(tokens, chunk_size(source.device, tokens.shape[1]))
+        chunks = torch.split(tokens, choose_chunk_size(source.device, tokens.shape[1]))
         measured = compare_predictions(
             source, student, self.teacher.held_out, self.held_out, chunks
         )
@@ -279,7 +279,7 @@ class Step:
                 if left > 0:
                     expected = output.attention[:left]
                     wrong = layer.attend(hidden[:left]).attention - expected
-                    errors = torch.stack([squares(wrong), squares(expected)])
+                    errors = torch.stack([sum_squares(wrong), sum_squares(expected)])
                     sums += errors.to(sums.device)
                     left -= len(expected)
         error, norm = sums.tolist()
@@ -291,7 +291,7 @@ class Step:
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
             self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
-            self._run_calibration(layer)
+            self._advance_calibration(layer)
 
     @torch.no_grad()
     def advance_unchanged(self) -> None:
@@ -303,9 +303,9 @@ class Step:
             hidden = self.held_out[chunk]
             same = torch.equal(self.teacher.held_out[chunk], hidden)
             self.held_out[chunk] = output.states if same else layer(hidden).states
-        self._run_calibration(layer)
+        self._advance_calibration(layer)
 
-    def _run_calibration(self, layer: OpenLayer) -> None:
+    def _advance_calibration(self, layer: OpenLayer) -> None:
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
             with self.student.stream.use_training_precision():
@@ -349,7 +349,7 @@ def gather_statistics(
     statistics = accumulator.result()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
-    most = length * chunk_size(source.device, length)
+    most = length * choose_chunk_size(source.device, length)
     # Gathered as objects: the tensors' own gather would need equally many rows from each process.
     rows = torch.cat(processes.all_gather(inputs[:most].cpu()))
     return statistics, rows[:most].to(inputs.device)
@@ -371,11 +371,11 @@ def run_layer(
 
 
 @torch.no_grad()
-def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> Hidden:
     """The residual streams after the last layer for ``tokens [N, T]``, in chunks; loads one layer
     at a time.
     """
-    states = embed(stream, tokens)
+    states = embed_tokens(stream, tokens)
     for index in range(stream.layers):
         with stream.open_layer(index) as layer:
             run_layer(stream, layer, states, None)
@@ -383,18 +383,18 @@ def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
 
 
 @torch.no_grad()
-def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> Hidden:
     """Embed ``tokens [N, T]`` as inputs of the first layer, in chunks sized for the stream's
     device.
     """
-    chunks = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+    chunks = torch.split(tokens, choose_chunk_size(stream.device, tokens.shape[1]))
     states = [stream.embed(chunk) for chunk in chunks]
     stream.release()
     check_finite(states, stream, None)
     return states
 
 
-def chunk_size(device: torch.device, length: int) -> int:
+def choose_chunk_size(device: torch.device, length: int) -> int:
     """The number of sequences with ``length`` tokens in one layer call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
 

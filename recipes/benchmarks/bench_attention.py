@@ -4,10 +4,10 @@ roofline.
     python recipes/benchmarks/bench_attention.py --json recipes/results/attention_cpu.json
 
 Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context
-for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``latent_decode``
+for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``attend_to_latents``
 over the same cache), with the bytes it must read and the operations it must do next to the time;
 and the peak memory of one call by length. With ``--budgets`` instead: the times of blocked
-attention and of ``latent_decode`` by the number of scores held at once. Rounds go through all
+attention and of ``attend_to_latents`` by the number of scores held at once. Rounds go through all
 candidates in turn, so that a busy moment meets all of them; the fastest counts.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from kvfold.attention import blocked, grouped_attention, latent_attention
-from kvfold.attention.latent import absorb_query, expand_value, latent_decode
+from kvfold.attention.latent import absorb_query, attend_to_latents, expand_value
 from kvfold.convert.measure.bench import read_peak_memory
 
 BATCH = 8
@@ -108,7 +108,7 @@ def grouped_step(name: str, kv_heads: int, dtype: torch.dtype, device: str) -> S
 
 def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
     """MLA 512 + 64: ``form`` is explicit, absorbed (as ``latent_attention`` computes it) or
-    latent_decode.
+    attend_to_latents.
     """
     nope = random(BATCH, HEADS, 1, NOPE, dtype=dtype, device=device)
     rope = random(BATCH, HEADS, 1, ROPE, dtype=dtype, device=device)
@@ -129,7 +129,7 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
 
     def by_decode() -> Tensor:
         query = absorb_query(nope, up_key)
-        z = latent_decode(
+        z = attend_to_latents(
             query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5
         )
         return expand_value(z, up_value)
@@ -196,7 +196,7 @@ def decode_row(
 @torch.no_grad()
 def propose_budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
     """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks,
-    ``latent_decode``.
+    ``attend_to_latents``.
     """
     query, key, value = (
         random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3)

@@ -21,7 +21,7 @@ import torch
 from measured import Row, conditions, continue_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.attention.drift.compare import margin, stretch_bounds
+from kvfold.attention.drift.compare import compute_margin, split_positions
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.losses import compute_token_losses, cut_token_windows
@@ -96,12 +96,12 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
                 )
                 excess = losses(out, tokens) - expected
                 stretches = []
-                for first, last in stretch_bounds(tokens.shape[1]):
+                for first, last in split_positions(tokens.shape[1]):
                     each = [part[:, first - 1 : last - 1].mean(1) for part in (expected, excess)]
                     figures = {
                         "source": float(each[0].mean()),
                         "excess": float(each[1].mean()),
-                        "margin": margin(each[1]),
+                        "margin": compute_margin(each[1]),
                     }
                     stretches.append({"from": first, "to": last, **figures})
                 largest = float(excess.abs().max())

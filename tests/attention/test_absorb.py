@@ -91,13 +91,13 @@ def decode(model, tokens, splits, cache=None):
 def calls(monkeypatch):
     """The number of queries in each call of the absorbed path."""
     queries = []
-    original = deepseek._decode
+    original = deepseek._attend_absorbed
 
     def count(layer, hidden, *rest):
         queries.append(hidden.shape[1])
         return original(layer, hidden, *rest)
 
-    monkeypatch.setattr(deepseek, "_decode", count)
+    monkeypatch.setattr(deepseek, "_attend_absorbed", count)
     return queries
 
 

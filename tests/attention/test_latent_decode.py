@@ -1,7 +1,7 @@
-"""Decoding over latents: ``latent_decode`` against float64, and the calls of ``latent_attention``
+"""Decoding over latents: ``attend_to_latents`` against float64, and the calls of ``latent_attention``
 that reach it.
 
-Without a CUDA device ``kernel_takes`` is replaced by its conditions on shapes; the kernel itself,
+Without a CUDA device ``kernel_supports`` is replaced by its conditions on shapes; the kernel itself,
 reached the same way, runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 """
 
@@ -13,7 +13,7 @@ import torch
 from helpers.attention import Case, assert_precise, decode_naively, exact_latent, naive_latent
 
 from kvfold.attention import blocked, latent, latent_attention
-from kvfold.attention.latent import latent_decode
+from kvfold.attention.latent import attend_to_latents
 
 
 def problem(dtype, slots=40, queries=1):
@@ -40,14 +40,14 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, mask, monkeypat
     cache = torch.cat([c, key], -1)
     exact = decode_naively(query.double(), rope.double(), c.double(), key.double(), 0.2, mask)
     naive = decode_naively(query, rope, c, key, 0.2, mask)
-    result = latent_decode(query, rope, cache[..., :48], cache[..., 48:], 0.2, mask)
+    result = attend_to_latents(query, rope, cache[..., :48], cache[..., 48:], 0.2, mask)
     assert_precise(result, naive, exact)
 
 
 def test_the_traced_operator_computes_the_same():
     inputs = problem(torch.float32)
-    compiled = torch.compile(latent_decode, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs, 0.2), latent_decode(*inputs, 0.2))
+    compiled = torch.compile(attend_to_latents, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs, 0.2), attend_to_latents(*inputs, 0.2))
 
 
 def decoding_step(dtype=torch.float32, queries=1):
@@ -69,7 +69,7 @@ def masks(monkeypatch):
 
     kernel = SimpleNamespace(decode_latent=decode_latent)
     monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", kernel)
-    monkeypatch.setattr(latent, "kernel_takes", lambda query, rope, mask: query.shape[2] == 1)
+    monkeypatch.setattr(latent, "kernel_supports", lambda query, rope, mask: query.shape[2] == 1)
     return calls
 
 

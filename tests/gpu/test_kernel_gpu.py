@@ -5,7 +5,7 @@ import torch
 from helpers.attention import decode_naively
 
 from kvfold.attention import latent_attention
-from kvfold.attention.latent import kernel_takes, latent_decode
+from kvfold.attention.latent import attend_to_latents, kernel_supports
 
 pytestmark = pytest.mark.gpu
 
@@ -34,11 +34,11 @@ def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, masked, dtype
         # of the second half of the sequences, only the second half of the slots is seen
         mask = torch.ones(batch, 1, 1, slots, dtype=torch.bool, device="cuda")
         mask[(batch + 1) // 2 :, ..., : slots // 2] = False
-    assert kernel_takes(inputs[0], inputs[1], mask)
+    assert kernel_supports(inputs[0], inputs[1], mask)
     scale = 576**-0.5
     exact = decode_naively(*(x.double() for x in inputs), scale, mask)
     naive = decode_naively(*inputs, scale, mask)
-    result = latent_decode(*inputs, scale, mask)
+    result = attend_to_latents(*inputs, scale, mask)
     assert (result - exact).abs().max() <= 2 * (naive - exact).abs().max()
 
 
@@ -47,13 +47,13 @@ def test_latent_attention_takes_the_kernel(monkeypatch):
     from kvfold.attention import kernel
 
     calls = []
-    decode_latent = kernel.decode_latent
+    decode_latent = kernel.run_latent_kernel
 
     def count(*args, **options):
         calls.append(options)
         return decode_latent(*args, **options)
 
-    monkeypatch.setattr(kernel, "decode_latent", count)
+    monkeypatch.setattr(kernel, "run_latent_kernel", count)
     shapes = [
         (2, 8, 1, 32),
         (2, 8, 1, 16),

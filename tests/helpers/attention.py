@@ -57,11 +57,13 @@ class Case:
             seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
 
-    def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
+    def masks(self, row: int, queries: int, keys: int) -> reference.MaskSettings:
         """The reference's masks for one sequence of the batch."""
         start = 0 if self.starts is None else int(self.starts[row])
         end = None if self.lengths is None else int(self.lengths[row])
-        return reference.Masks(self.causal, self.offset_of(queries, keys), self.window, start, end)
+        return reference.MaskSettings(
+            self.causal, self.offset_of(queries, keys), self.window, start, end
+        )
 
 
 def naive(
@@ -128,7 +130,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     sizes = query.shape[2], key.shape[2]
     return torch.stack(
         [
-            reference.grouped_query_heads(q, k, v, case.masks(row, *sizes))
+            reference.attend_grouped_heads(q, k, v, case.masks(row, *sizes))
             for row, (q, k, v) in enumerate(rows)
         ]
     )
@@ -162,7 +164,7 @@ def exact_latent(
     sizes = nope.shape[2], latent.shape[1]
     return torch.stack(
         [
-            reference.latent_heads(
+            reference.attend_latent_heads(
                 q,
                 r,
                 slots[:, :rank],
@@ -287,7 +289,7 @@ def decode_naively(
     scale: float,
     mask: Tensor | None,
 ) -> Tensor:
-    """``latent_decode`` with every step in the inputs' dtype, softmax in float32 at least, as eager
+    """``attend_to_latents`` with every step in the inputs' dtype, softmax in float32 at least, as eager
     attention in transformers.
     """
     scores = scale * (torch.cat([query, rope], -1) @ torch.cat([latent, key], -1)[:, None].mT)

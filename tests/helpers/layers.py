@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.head_norms import project
+from kvfold.convert.transforms.head_norms import project_with_norms
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
@@ -116,7 +116,7 @@ def dense_distances(profile: Tensor, reach: int, uniform: float = 0.0, tail: flo
 def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     """The same, with those of what is behind the norms of ``weights`` on queries and keys."""
     flat = x.flatten(0, 1)
-    rows, divisors = project(weights, flat)
+    rows, divisors = project_with_norms(weights, flat)
     cross = torch.einsum(
         "nhd,ne->hde", rows, torch.nn.functional.pad(flat, (0, 1), value=1.0)
     ) / len(flat)

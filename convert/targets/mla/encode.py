@@ -3,7 +3,7 @@
 
 DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
 have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
-scaled to an rms that is usually one (`live_norm` in ``transforms/latent/variants.py``).
+scaled to an rms that is usually one (`adapt_to_norm` in ``transforms/latent/variants.py``).
 
 In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias. It is so
 large that the norm divides by about ``B / sqrt(R)`` for every token: for a latent ``c``, the

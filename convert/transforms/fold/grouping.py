@@ -15,10 +15,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.fold.heads import joint_in_metric
+from kvfold.convert.transforms.fold.heads import apply_metric_root
 from kvfold.convert.transforms.fold.principal import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
-from kvfold.convert.transforms.linalg import metric_root
+from kvfold.convert.transforms.fold.score_fit import (
+    compute_score_errors,
+    fit_principal_keys,
+    fit_scores,
+)
+from kvfold.convert.transforms.linalg import compute_metric_root
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -32,7 +36,7 @@ TINY = 1e-100
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLosses:
     """A layer's moments and the loss of every pair of heads that share; both apply to any number of
     groups.
     """
@@ -54,7 +58,7 @@ class Pairs:
         pairs = torch.combinations(torch.arange(heads, device=layer.moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
-        errors, energies, value_errors = torch.vmap(self._share, chunk_size=heads)(pairs)
+        errors, energies, value_errors = torch.vmap(self._measure_pair, chunk_size=heads)(pairs)
         first, second = pairs.unbind(1)
         score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of i's queries, shared with j
         score_lost[second, first], score_lost[first, second] = errors.unbind(1)
@@ -74,42 +78,44 @@ class Pairs:
             losses.append(value_lost + (score + score.mT))
         return losses
 
-    def _share(self, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _measure_pair(self, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """If both heads in ``pair [2]`` share one: the score errors of their queries ``[2]``, for
         comparison their score energies ``[2]``, and the error of their values.
         """
         group = self.layer.heads.select(pair)
-        losses = score_losses(fit_scores(principal_keys(group), group, PAIR_ROUNDS), group)
+        losses = compute_score_errors(
+            fit_scores(fit_principal_keys(group), group, PAIR_ROUNDS), group
+        )
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         # Two heads lose the principal components of both together beyond the first D.
-        root, _ = metric_root(group.metric)
-        components = torch.linalg.eigvalsh(joint_in_metric(group.values, root))
+        root, _ = compute_metric_root(group.metric)
+        components = torch.linalg.eigvalsh(apply_metric_root(group.values, root))
         return errors, energies, components[: len(components) // 2].clamp(min=0).sum()
 
 
-def contiguous(kv_heads: int, groups: int) -> Partition:
+def group_neighbors(kv_heads: int, groups: int) -> Partition:
     """Groups of neighboring heads, in order; ``groups`` divides ``kv_heads``."""
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
-def candidates(pairs: Pairs, groups: int) -> list[Partition]:
-    """A few distinct partitions worth evaluating: `contiguous`, then the best by each estimate of
+def propose_partitions(pairs: PairLosses, groups: int) -> list[Partition]:
+    """A few distinct partitions worth evaluating: `group_neighbors`, then the best by each estimate of
     the pairs' losses.
     """
     kv_heads = pairs.layer.weights.kv_heads
-    partitions = [contiguous(kv_heads, groups)]
+    partitions = [group_neighbors(kv_heads, groups)]
     if groups in (1, kv_heads):
         return partitions
     # Each estimate is best for some layers, so the judge evaluates one candidate from each.
     for loss in pairs.losses:
-        partition = _least_loss(loss, groups)
+        partition = _search_partition(loss, groups)
         if partition not in partitions:
             partitions.append(partition)
     return partitions
 
 
-def _least_loss(loss: Tensor, groups: int) -> Partition:
+def _search_partition(loss: Tensor, groups: int) -> Partition:
     """Build groups greedily, then swap heads between them as long as a swap lowers the sum of
     losses within groups.
     """

@@ -16,7 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import metric_root, multiply_pairs, symmetric_eig
+from kvfold.convert.transforms.linalg import (
+    compute_metric_root,
+    decompose_symmetric,
+    multiply_pairs,
+)
 
 # The minimum query weight as a share of the group's largest: keys are divided by query weights.
 # 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
@@ -52,8 +56,8 @@ class GroupMoments:
     ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member
     ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
     first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
-    distances (`score_fit.distance_moments`). ``metric [m, D, D]``: the squared length of the
-    layer's output per value (`linalg.output_metric`). All are float64 (``phi`` complex).
+    distances (`score_fit.compute_distance_moments`). ``metric [m, D, D]``: the squared length of the
+    layer's output per value (`linalg.compute_output_metric`). All are float64 (``phi`` complex).
     """
 
     keys: Tensor
@@ -64,7 +68,7 @@ class GroupMoments:
     pairs: int
 
     @property
-    def readers(self) -> int:
+    def queries_per_member(self) -> int:
         """The number of query heads per member, ``n / m``."""
         return len(self.queries) // len(self.keys)
 
@@ -72,7 +76,7 @@ class GroupMoments:
         """The moments of the KV heads ``members`` and of the queries that read them."""
         device = self.keys.device
         chosen = torch.as_tensor(members, device=device)
-        repeat = self.readers
+        repeat = self.queries_per_member
         readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
         return GroupMoments(
             keys=self.keys[chosen][:, :, chosen],
@@ -88,7 +92,7 @@ class Objective(Protocol):
     """The error that the shared heads of a group minimize: one key head and one value head, fitted
     separately.
 
-    The default is `score_fit.Scores`. Other objectives need only these two methods, and can build
+    The default is `score_fit.ScoreObjective`. Other objectives need only these two methods, and can build
     on `share_keys`, `share_dims` and `score_fit.fit_scores`.
     """
 
@@ -118,7 +122,7 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     parts = keys[:, :rotated, :, :rotated].reshape(members, 2, pairs, members, 2, pairs)
     parts = torch.einsum("aipbjp->ijpab", parts)
     moment = torch.complex(parts[0, 0] + parts[1, 1], parts[1, 0] - parts[0, 1])
-    _, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
+    _, vectors = decompose_symmetric(weight[:, :, None] * moment * weight[:, None, :])
     top = vectors[..., 0]
     # Eigenvectors have a free phase: make the largest entry real and positive for reproducible
     # results.
@@ -139,17 +143,17 @@ def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
     ``metric [m, D, D]``.
 
     For unrotated key dims the metric is the second moment of the queries; for values it is
-    `linalg.output_metric`. Rotating the members onto each other and averaging (Procrustes) is the
+    `linalg.compute_output_metric`. Rotating the members onto each other and averaging (Procrustes) is the
     special case of equal weights.
     """
     count, dims = metric.shape[:2]
-    root, inverse = metric_root(metric)
-    _, vectors = symmetric_eig(joint_in_metric(members, root))
+    root, inverse = compute_metric_root(metric)
+    _, vectors = decompose_symmetric(apply_metric_root(members, root))
     basis = vectors[:, :dims].reshape(count, dims, dims)  # member, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)
 
 
-def joint_in_metric(members: Tensor, root: Tensor) -> Tensor:
+def apply_metric_root(members: Tensor, root: Tensor) -> Tensor:
     """``[m * D, m * D]``: ``members [m, D, m, D]`` with each member multiplied by its ``root [m, D,
     D]`` of a metric.
     """
@@ -157,7 +161,7 @@ def joint_in_metric(members: Tensor, root: Tensor) -> Tensor:
     return joint.flatten(2).flatten(0, 1)
 
 
-def merge_members(encode: Tensor, members: Tensor) -> Tensor:
+def merge_heads(encode: Tensor, members: Tensor) -> Tensor:
     """The shared rows ``[g, D, F]`` of all groups: ``encode [g, m, D, D]`` applied to the rows of
     all ``members [g * m, D, F]`` and summed over those of a group.
     """

@@ -38,16 +38,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.fold.heads import merge_members
+from kvfold.convert.transforms.fold.heads import merge_heads
 from kvfold.convert.transforms.head_norms import (
     LinearizedNorm,
-    center,
-    root_mean_square,
+    compute_divisors,
+    subtract_mean,
 )
 from kvfold.convert.transforms.weights import HeadNorm
 
 
-def restore(
+def fold_normed_projections(
     keys: LinearizedNorm,
     queries: LinearizedNorm,
     encode: Tensor,
@@ -64,14 +64,14 @@ def restore(
     and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
     """
     groups = len(encode)
-    merged = merge_members(encode, torch.cat([keys.rows, keys.constant[..., None]], -1))
+    merged = merge_heads(encode, torch.cat([keys.rows, keys.constant[..., None]], -1))
     k = merged[..., :-1]
     k_norm = keys.norm
     if k_norm is not None:
         gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
         rms = torch.unflatten(keys.divisor, 0, (groups, -1)).mean(1)
-        k, shortfall = _put_before_norm(k, k_norm, gain, rms, moment)
-        k_norm = _with_rows(k_norm, gain, merged[..., -1] / shortfall[:, None])
+        k, shortfall = _solve_projection_before_norm(k, k_norm, gain, rms, moment)
+        k_norm = _replace_norm_weights(k_norm, gain, merged[..., -1] / shortfall[:, None])
         # Queries that read a shared key compensate for its shortfall.
         decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
     q = decode.mT @ queries.rows
@@ -80,14 +80,16 @@ def restore(
         before = ((queries.rows @ moment) * queries.rows).sum(-1) @ blocks
         after = ((q @ moment) * q).sum(-1) @ blocks
         sizes = torch.where((before > 0) & (after > 0), after / before, 1.0).sqrt()
-        gain = queries.gain * _share(sizes, q_norm)
-        q, shortfall = _put_before_norm(q, q_norm, gain, queries.divisor, moment)
+        gain = queries.gain * _average_if_shared(sizes, q_norm)
+        q, shortfall = _solve_projection_before_norm(q, q_norm, gain, queries.divisor, moment)
         constant = (decode.mT @ queries.constant[..., None])[..., 0]
-        q_norm = _with_rows(q_norm, gain * _share(shortfall, q_norm)[:, None], constant)
+        q_norm = _replace_norm_weights(
+            q_norm, gain * _average_if_shared(shortfall, q_norm)[:, None], constant
+        )
     return (k, k_norm), (q, q_norm)
 
 
-def _put_before_norm(
+def _solve_projection_before_norm(
     target: Tensor, norm: HeadNorm, gain: Tensor, rms: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The projection ``[n, D, F]`` that ``norm`` with ``gain [n, D]`` turns into ``target [n, D,
@@ -96,17 +98,17 @@ def _put_before_norm(
     # A dim with gain 0 is dead, so its rows have no effect.
     inverse = torch.where(gain == 0, 0.0, 1 / gain)
     rows = target * inverse[..., None] * rms[:, None, None]
-    return rows, root_mean_square(center(rows, norm), norm, moment) / rms
+    return rows, compute_divisors(subtract_mean(rows, norm), norm, moment) / rms
 
 
-def _share(factors: Tensor, norm: HeadNorm) -> Tensor:
+def _average_if_shared(factors: Tensor, norm: HeadNorm) -> Tensor:
     """``factors [n, ...]``, or their geometric mean if all heads share one row of the norm."""
     if norm.shared and norm.extent == "head":
         return factors.log().mean(0, keepdim=True).exp().expand_as(factors)
     return factors
 
 
-def _with_rows(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
+def _replace_norm_weights(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
     """``norm`` with other gains and biases, or their means if all heads share one row."""
     if norm.shared:
         gain, constant = (rows.mean(0, keepdim=True).expand_as(rows) for rows in (gain, constant))

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.convert.transforms.weights import AttentionWeights
 
 
-def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
+def average_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for
     float64 weights).
 
@@ -30,13 +30,13 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     return pool_heads(weights, kv_heads, average)
 
 
-def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
+def keep_first_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     """Keep the first head of every group, bit for bit."""
     size = weights.kv_heads // kv_heads
     return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
-def random(
+def draw_random_heads(
     weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int
 ) -> AttentionWeights:
     """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain

@@ -22,17 +22,17 @@ from kvfold.convert.transforms.fold.heads import (
     GroupMoments,
     Objective,
     SharedHead,
-    merge_members,
+    merge_heads,
 )
-from kvfold.convert.transforms.fold.normed import restore
-from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
-from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize, linearize_heads
+from kvfold.convert.transforms.fold.normed import fold_normed_projections
+from kvfold.convert.transforms.fold.score_fit import SCORES, compute_distance_moments
+from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize_norm, linearize_norms
 from kvfold.convert.transforms.linalg import (
     append_bias,
-    head_moments,
-    input_moment,
-    joint_moment,
-    output_metric,
+    compute_head_moments,
+    compute_input_moment,
+    compute_joint_moment,
+    compute_output_metric,
     split_bias,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
@@ -61,7 +61,7 @@ class LayerMoments:
     heads: GroupMoments
 
 
-def layer_moments(
+def compute_layer_moments(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
     """All moments, computed on the device of ``weights``.
@@ -70,29 +70,31 @@ def layer_moments(
     model's limit, or the layer's window); 0 means the length of the calibration text.
     """
     statistics = statistics.to(weights.q.device)
-    moment = input_moment(statistics)
-    keys = linearize(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    moment = compute_input_moment(statistics)
+    keys = linearize_norm(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
         # If the members' keys are divided before the fold, the shared head's norm has less left to
         # divide.
-        fitted = linearize_heads(weights, statistics)
+        fitted = linearize_norms(weights, statistics)
         keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
-    queries = linearize(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    amplitudes = rotary.amplitudes(keys.rows)
-    # Without an output bias, the values' bias is part of the fit (_fold_constants).
+    queries = linearize_norm(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    amplitudes = rotary.expand_amplitude(keys.rows)
+    # Without an output bias, the values' bias is part of the fit (_fold_value_biases).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     heads = GroupMoments(
-        keys=joint_moment(amplitudes * keys.affine, moment),
-        queries=head_moments(amplitudes * queries.affine, moment),
-        values=joint_moment(values, moment),
-        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
-        metric=output_metric(weights.o, weights.kv_heads),
+        keys=compute_joint_moment(amplitudes * keys.affine, moment),
+        queries=compute_head_moments(amplitudes * queries.affine, moment),
+        values=compute_joint_moment(values, moment),
+        phi=compute_distance_moments(statistics.profile, context, rotary, weights.head_dim),
+        metric=compute_output_metric(weights.o, weights.kv_heads),
         pairs=rotary.dims // 2,
     )
     return LayerMoments(weights, rotary, moment, keys, queries, values, heads)
 
 
-def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
+def fold_heads(
+    layer: LayerMoments, groups: Groups, objective: Objective = SCORES
+) -> AttentionWeights:
     """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new
     head ``i`` replaces. All groups have the same size and contain each head once.
 
@@ -103,7 +105,7 @@ def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> 
     kv = [head for group in groups for head in group]
     repeat = layer.weights.heads // layer.weights.kv_heads
     q = [head * repeat + index for head in kv for index in range(repeat)]
-    source = order_heads(layer.weights, q, kv)
+    source = reorder_heads(layer.weights, q, kv)
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
     ordered = replace(
@@ -125,7 +127,7 @@ def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWei
     """
     source = layer.weights
     # The moments of keys and queries include the rotary amplitude, but these rows do not.
-    amplitudes = layer.rotary.amplitudes(layer.keys.rows)
+    amplitudes = layer.rotary.expand_amplitude(layer.keys.rows)
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
@@ -134,8 +136,8 @@ def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWei
     blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
         pair.repeat(2, 2), pair.new_ones(still, still)
     )
-    encode, decode = _balance(heads, layer.keys.affine, blocks)
-    (k, k_norm), (q, q_norm) = restore(
+    encode, decode = _balance_row_norms(heads, layer.keys.affine, blocks)
+    (k, k_norm), (q, q_norm) = fold_normed_projections(
         layer.keys, layer.queries, encode, decode, blocks, layer.moment
     )
     q, q_bias = split_bias(q, source.q_bias is not None)
@@ -151,16 +153,18 @@ def _fold_values(
     """
     source = layer.weights
     blocks = layer.values.new_ones(source.head_dim, source.head_dim)
-    encode, decode = _balance(heads, layer.values, blocks)
+    encode, decode = _balance_row_norms(heads, layer.values, blocks)
     decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
-    merged = merge_members(encode, append_bias(source.v, source.v_bias))
+    merged = merge_heads(encode, append_bias(source.v, source.v_bias))
     v, v_bias = split_bias(merged, source.v_bias is not None)
     output = torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
     folded = replace(folded, v=v, v_bias=v_bias, o=output)
-    return _fold_constants(source, folded, layer.moment[-1, :-1])
+    return _fold_value_biases(source, folded, layer.moment[-1, :-1])
 
 
-def _balance(heads: Sequence[SharedHead], members: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _balance_row_norms(
+    heads: Sequence[SharedHead], members: Tensor, blocks: Tensor
+) -> tuple[Tensor, Tensor]:
     """``encode [g, m, D, D]``, ``decode [n, D, D]`` of all groups; the shared rows of a block of
     dims get the mean norm of the members' rows ``[G, D, F]``.
 
@@ -170,13 +174,13 @@ def _balance(heads: Sequence[SharedHead], members: Tensor, blocks: Tensor) -> tu
     decode = torch.stack([head.decode for head in heads])
     before = (members.square().sum(-1) @ blocks).sqrt()
     before = torch.unflatten(before, 0, encode.shape[:2]).mean(1)
-    after = (merge_members(encode, members).square().sum(-1) @ blocks).sqrt()
+    after = (merge_heads(encode, members).square().sum(-1) @ blocks).sqrt()
     # Leave all-zero rows unchanged.
     factor = torch.where((before > 0) & (after > 0), before / after, 1.0)
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
 
 
-def _fold_constants(
+def _fold_value_biases(
     source: AttentionWeights, folded: AttentionWeights, mean: Tensor
 ) -> AttentionWeights:
     """``folded`` with its biases adjusted to the changed constant part of the values, if values
@@ -205,7 +209,7 @@ def _fold_constants(
     return replace(folded, v_bias=v_bias.reshape(folded.kv_heads, -1))
 
 
-def order_heads(
+def reorder_heads(
     weights: AttentionWeights, q_order: Sequence[int], kv_order: Sequence[int]
 ) -> AttentionWeights:
     """The same layer with query heads ``q_order`` and key/value heads ``kv_order``."""

@@ -18,8 +18,8 @@ problem of size ``D``:
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
 
 where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
-(`pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from
-`distance_moments`.
+(`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from
+`compute_distance_moments`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mix_distances, rotary_moments
+from kvfold.convert.transforms.distances import compute_rotary_moments, mix_distances
 from kvfold.convert.transforms.fold.heads import (
     GroupMoments,
     Objective,
@@ -35,7 +35,7 @@ from kvfold.convert.transforms.fold.heads import (
     share_dims,
     share_keys,
 )
-from kvfold.convert.transforms.linalg import average_rotations, damped_solve
+from kvfold.convert.transforms.linalg import average_rotations, solve_damped
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss of the reference MHA model on held-out text in nats per token, 8 -> 2 heads
@@ -48,27 +48,29 @@ SCORE_DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
-class Scores(Objective):
+class ScoreObjective(Objective):
     """Key heads minimize the error of the scores (above); value heads minimize the error of the
     layer's output.
     """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
-        return fit_scores(principal_keys(group), group)
+        return fit_scores(fit_principal_keys(group), group)
 
     def value_head(self, group: GroupMoments) -> SharedHead:
         return share_dims(group.values, group.metric)
 
 
-SCORES = Scores()
+SCORES = ScoreObjective()
 
 
-def principal_keys(group: GroupMoments) -> SharedHead:
+def fit_principal_keys(group: GroupMoments) -> SharedHead:
     """The closed-form shared key of ``group`` (`share_keys`), its map repeated for every query
     head; `fit_scores` starts from it.
     """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
-    return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)
+    return share_keys(group.keys, member_queries, group.pairs).repeat_decode(
+        group.queries_per_member
+    )
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUNDS) -> SharedHead:
@@ -84,35 +86,39 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUND
     encode = start.encode
     query_maps = start.decode.mT
     for _ in range(rounds):
-        gram, cross = _seen_keys(encode, group)
-        query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, SCORE_DAMPING)
+        gram, cross = _average_shared_keys(encode, group)
+        query_maps = query_maps + solve_damped(gram, cross - gram @ query_maps, SCORE_DAMPING)
         # The mirrored problem: the conjugate of phi turns the other way.
         weighted = query_maps @ group.queries  # A_h Q_h
         gram = average_rotations(weighted @ query_maps.mT, phi, group.pairs).sum(0)
         cross = torch.unflatten(
             average_rotations(weighted, phi, group.pairs), 0, (len(encode), -1)
         ).sum(1)
-        encode = encode + damped_solve(gram, cross - gram @ encode, SCORE_DAMPING)
+        encode = encode + solve_damped(gram, cross - gram @ encode, SCORE_DAMPING)
     return SharedHead(encode, query_maps.mT)
 
 
-def _seen_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, Tensor]:
+def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head
     ``h`` reads.
     """
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)
     return gram, average_rotations(
-        shared.repeat_interleave(group.readers, 0), group.phi, group.pairs
+        shared.repeat_interleave(group.queries_per_member, 0), group.phi, group.pairs
     )
 
 
-def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
+def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores
     were zero ``[n]``.
     """
-    gram, cross = _seen_keys(head.encode, group)
-    own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)
+    gram, cross = _average_shared_keys(head.encode, group)
+    own = (
+        group.keys.diagonal(dim1=0, dim2=2)
+        .permute(2, 0, 1)
+        .repeat_interleave(group.queries_per_member, 0)
+    )
     total = (group.queries * average_rotations(own, group.phi, group.pairs)).sum((1, 2))
     weighted = head.decode.mT @ group.queries
     return (
@@ -121,10 +127,10 @@ def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]
     )
 
 
-def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
+def compute_distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
     """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and
     ``context``.
     """
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
-    return rotary_moments(mix_distances(profile, context), speed)
+    return compute_rotary_moments(mix_distances(profile, context), speed)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.transforms.distances import Distances, rotary_moments
-from kvfold.convert.transforms.latent.latent_weights import Projections
+from kvfold.convert.transforms.distances import DistanceMixture, compute_rotary_moments
+from kvfold.convert.transforms.latent.latent_weights import LayerProjections
 from kvfold.convert.transforms.linalg import (
     average_rotations,
-    covariance,
-    damped_solve,
+    compute_covariance,
+    decompose_symmetric,
     multiply_pairs,
-    symmetric_eig,
+    solve_damped,
 )
 
 # Excess loss on held-out text, nats per token (bench_constants.py), of the
@@ -77,7 +77,7 @@ class LatentFactors:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RotationMoments:
     """What rotation by a random distance does to second moments of rows ``y`` and ``z`` as the
     queries of each head see them.
 
@@ -85,7 +85,7 @@ class Kernel:
     Rotation multiplies each pair by ``e^{-i theta delta}``, independently of the inputs.
 
     left, right: ``[H, p]`` and ``[H, q]``, the mean factors ``E e^{-i theta delta}`` of the pairs
-    variation: ``[H, 2p, 2q]``, the covariances of the factors in `linalg.pair_basis`
+    variation: ``[H, 2p, 2q]``, the covariances of the factors in `linalg.make_pair_basis`
     """
 
     left: Tensor
@@ -100,24 +100,24 @@ class Kernel:
         distance.
         """
         means = left_mean[..., :, None] * right_mean[..., None, :]
-        return self._turn(product) + self._vary(product + means)
+        return self._rotate_by_mean(product) + self._add_covariance(product + means)
 
-    def adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
 
         With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
         ``a`` it is ``M b``.
         """
-        back = Kernel(self.left.conj(), self.right.conj(), self.variation.conj())
-        of_means = back._vary(weight)
-        return back._turn(weight) + of_means, of_means
+        back = RotationMoments(self.left.conj(), self.right.conj(), self.variation.conj())
+        of_means = back._add_covariance(weight)
+        return back._rotate_by_mean(weight) + of_means, of_means
 
-    def _turn(self, moment: Tensor) -> Tensor:
+    def _rotate_by_mean(self, moment: Tensor) -> Tensor:
         """``E[R] moment E[S]^T`` for rotations ``R`` and ``S`` of the two sides."""
         moment = moment.expand(len(self.left), *moment.shape[-2:])
         return multiply_pairs(multiply_pairs(moment, self.left).mT, self.right).mT
 
-    def _vary(self, moment: Tensor) -> Tensor:
+    def _add_covariance(self, moment: Tensor) -> Tensor:
         """``E[R moment S^T] - E[R] moment E[S]^T``, zero outside the rotary rows."""
         rows, columns = self.variation.shape[1:]
         rotary = moment[..., :rows, :columns]
@@ -125,26 +125,28 @@ class Kernel:
         return pad(varied, (0, moment.shape[-1] - columns, 0, moment.shape[-2] - rows))
 
 
-def rotary_kernels(distances: Distances, cached: Tensor, keys: Tensor) -> tuple[Kernel, Kernel]:
+def make_rotation_moments(
+    distances: DistanceMixture, cached: Tensor, keys: Tensor
+) -> tuple[RotationMoments, RotationMoments]:
     """The kernels of the cached rows with themselves and with the source's keys.
 
     ``cached`` and ``keys`` are the frequencies of their rotary pairs, float64.
     """
     speeds = torch.cat([cached, -cached, keys, -keys, keys.new_zeros(1)])
     distinct, index = torch.unique(speeds, return_inverse=True)
-    moments = rotary_moments(distances, distinct)[:, index[:, None], index]
+    moments = compute_rotary_moments(distances, distinct)[:, index[:, None], index]
     means = moments[:, :-1, -1]
     variation = moments[:, :-1, :-1] - means[:, :, None] * means[:, None].conj()
     count = len(cached)
     rotary = 2 * count
     left = means[:, :count]
     right = means[:, rotary : rotary + len(keys)]
-    same = Kernel(left, left, variation[:, :rotary, :rotary])
-    return same, Kernel(left, right, variation[:, :rotary, rotary:])
+    same = RotationMoments(left, left, variation[:, :rotary, :rotary])
+    return same, RotationMoments(left, right, variation[:, :rotary, rotary:])
 
 
 @dataclass(frozen=True)
-class LatentProblem:
+class LatentLeastSquares:
     """What the least squares of a layer minimize.
 
     layer: the layer to approximate
@@ -160,24 +162,24 @@ class LatentProblem:
     value_weight: ``[G, D, D]``, the squared output error per error of a value
     """
 
-    layer: Projections
+    layer: LayerProjections
     covariance: Tensor
     mean: Tensor
     mean_weight: Tensor
     value_moment: Tensor
-    same: Kernel
-    cross: Kernel
+    same: RotationMoments
+    cross: RotationMoments
     centered: bool
     query_weight: Tensor
     value_weight: Tensor
 
 
-def alternate(
-    layer: Projections,
+def alternate_least_squares(
+    layer: LayerProjections,
     queries: Tensor,
     moment: Tensor,
     theta: Tensor,
-    distances: Distances,
+    distances: DistanceMixture,
     factors: LatentFactors,
     *,
     centered: bool,
@@ -187,16 +189,16 @@ def alternate(
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``.
     ``theta [P/2]``: angles of the rotary rows. ``distances``: between queries and keys.
-    ``centered`` as in `LatentProblem`.
+    ``centered`` as in `LatentLeastSquares`.
     """
-    cov = covariance(moment)
+    cov = compute_covariance(moment)
     mean = moment[-1]
     values = layer.values[..., :-1]
     # A score error moves about as much output as the values vary: the output energy of an average
     # head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
-    same, cross = rotary_kernels(distances, theta.to(cov), layer.rotary.theta.to(cov))
-    problem = LatentProblem(
+    same, cross = make_rotation_moments(distances, theta.to(cov), layer.rotary.theta.to(cov))
+    problem = LatentLeastSquares(
         layer=layer,
         covariance=cov,
         mean=mean,
@@ -215,7 +217,7 @@ def alternate(
     return _solve_up_projections(problem, factors)
 
 
-def _solve_up_projections(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
+def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
     """The up-projections ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
 
     Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
@@ -233,12 +235,12 @@ def _solve_up_projections(problem: LatentProblem, factors: LatentFactors) -> Lat
     weighted = problem.value_moment @ latent.mT
     return replace(
         factors,
-        up_keys=_regress(factors.up_keys, seen, cross.mT),
-        up_values=_regress(factors.up_values, latent @ weighted, layer.values @ weighted),
+        up_keys=_solve_regression(factors.up_keys, seen, cross.mT),
+        up_values=_solve_regression(factors.up_values, latent @ weighted, layer.values @ weighted),
     )
 
 
-def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+def _solve_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     """``W [..., m, n]`` with ``W gram = cross``, damped toward ``present``; directions without
     energy do not change.
     """
@@ -246,10 +248,10 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)[..., None, :]
     residual = ((cross - present @ gram) / scale).mT
-    return present + damped_solve(gram / (scale.mT * scale), residual, ALS_DAMPING).mT / scale
+    return present + solve_damped(gram / (scale.mT * scale), residual, ALS_DAMPING).mT / scale
 
 
-def _solve_down_projection(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
+def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
     """The down-projection ``X = [L b]`` that best fits the present up-projections.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
@@ -272,8 +274,8 @@ def _solve_down_projection(problem: LatentProblem, factors: LatentFactors) -> La
     bias = factors.down[:, -1]
     present = factors.down @ problem.mean
     weighted = factors.up_keys.mT @ problem.query_weight  # [H, n, D]
-    V, M = (part.sum(0) for part in problem.same.adjoint(weighted @ factors.up_keys))
-    by_head = problem.cross.adjoint(weighted)
+    V, M = (part.sum(0) for part in problem.same.compute_adjoint(weighted @ factors.up_keys))
+    by_head = problem.cross.compute_adjoint(weighted)
     of_keys, of_means = (torch.unflatten(part, 0, (-1, layer.group)).sum(1) for part in by_head)
     P = (of_keys @ layer.keys[..., :-1]).sum(0)
     p = (of_means @ (layer.keys @ problem.mean)[..., None]).sum((0, 2))
@@ -299,7 +301,7 @@ def _solve_down_projection(problem: LatentProblem, factors: LatentFactors) -> La
     return replace(factors, down=torch.cat([linear, bias[:, None]], 1))
 
 
-def _normalize_factors(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
+def _normalize_factors(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
     """The same factors with rotary pairs at unit energy and uncorrelated latent channels, scaled by
     their importance.
     """
@@ -328,12 +330,12 @@ def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Ten
     """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its
     inverse ``back``.
     """
-    energy, axes = symmetric_eig(moment)
+    energy, axes = decompose_symmetric(moment)
     tiny = torch.finfo(energy.dtype).tiny
     used = energy > energy[0].clamp_min(tiny) * 1e-12
     root = torch.where(used, energy, 0.0).sqrt()
     # Channels without energy come last and are zero in both results.
-    counts, turn = symmetric_eig(root[:, None] * (axes.mT @ importance @ axes) * root)
+    counts, turn = decompose_symmetric(root[:, None] * (axes.mT @ importance @ axes) * root)
     size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
     size = torch.where(used, size, 0.0)
     size = size / size.norm().clamp_min(tiny)

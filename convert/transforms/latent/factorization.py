@@ -1,8 +1,8 @@
 """Converts MHA or GQA to multi-head latent attention, with calibration statistics or without
 (`factor_by_svd`).
 
-1. Rotary keys are the principal complex components over the heads at the frequencies in ``Slots``.
-2. The remaining keys lose their rotation; the gain from ``pair_gains`` is the best constant in its
+1. Rotary keys are the principal complex components over the heads at the frequencies in ``RotarySlots``.
+2. The remaining keys lose their rotation; the gain from ``compute_pair_gains`` is the best constant in its
    place.
 3. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
    the principal components of both together.
@@ -10,11 +10,11 @@
    every rotary key, not only that at its pair's frequency, and compensate for a lost rotation with
    one at another frequency.
 
-Norms on queries and keys are kept if the layout supports them (otherwise `linearize_heads` replaces
+Norms on queries and keys are kept if the layout supports them (otherwise `linearize_norms` replaces
 them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
 it is linear. So the latent is fitted to keys divided by one number per head instead, and the
 weights that read the latent are multiplied by that number. Scores are then divided by the source's
-exact ``d_g``, whatever the size of the latent (`KeptNorms`). Queries keep their projection and
+exact ``d_g``, whatever the size of the latent (`LatentHeadNorms`). Queries keep their projection and
 their norm.
 """
 
@@ -24,28 +24,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.transforms.distances import Distances, mix_distances, rotation_gains
+from kvfold.convert.transforms.distances import (
+    DistanceMixture,
+    average_rotation_factors,
+    mix_distances,
+)
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import LatentFactors
 from kvfold.convert.transforms.latent.latent_weights import (
-    KeptNorms,
+    LatentHeadNorms,
     LatentWeights,
-    Projections,
+    LayerProjections,
     build_projections,
 )
-from kvfold.convert.transforms.latent.slots import Slots, pair_gains, split_rotary
+from kvfold.convert.transforms.latent.slots import (
+    RotarySlots,
+    compute_pair_gains,
+    split_rotary_keys,
+)
 from kvfold.convert.transforms.linalg import (
-    covariance,
-    head_moments,
-    input_moment,
-    metric_root,
+    compute_covariance,
+    compute_head_moments,
+    compute_input_moment,
+    compute_metric_root,
     multiply_pairs,
 )
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     LayerStatistics,
     Rotary,
-    blank_statistics,
+    make_blank_statistics,
 )
 
 
@@ -53,7 +61,7 @@ def factor_layer(
     weights: AttentionWeights,
     statistics: LayerStatistics,
     rotary: Rotary,
-    slots: Slots,
+    slots: RotarySlots,
     rank: int,
     *,
     context: int = 0,
@@ -70,29 +78,31 @@ def factor_layer(
     """
     statistics = statistics.to(weights.q.device)
     layer = build_projections(weights, statistics, rotary, scale, key_constant=True)
-    moment = input_moment(statistics)
-    queries = head_moments(layer.queries, moment)
+    moment = compute_input_moment(statistics)
+    queries = compute_head_moments(layer.queries, moment)
     # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
-    split = split_rotary(layer, slots, queries, moment)
-    gains = pair_gains(statistics, rotary, context)
+    split = split_rotary_keys(layer, slots, queries, moment)
+    gains = compute_pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     # root root^T is the covariance of the inputs, or their second moment.
-    root = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
-    down, readout = principal_basis(_joint_rows(layer, queries, split[2], gains, root), root, rank)
+    root = torch.linalg.cholesky(compute_covariance(moment) if centered else moment[:-1, :-1])
+    down, readout = compute_principal_basis(
+        _stack_key_and_value_rows(layer, queries, split[2], gains, root), root, rank
+    )
     factors = _join_factors(layer, split, gains, down, readout)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
-        factors = als.alternate(
+        factors = als.alternate_least_squares(
             layer, queries, moment, slots.theta, distances, factors, centered=centered
         )
-    return _write_latent(layer, factors, slots, moment[-1], distances, centered)
+    return _make_latent_weights(layer, factors, slots, moment[-1], distances, centered)
 
 
 def factor_by_svd(
     weights: AttentionWeights,
     rotary: Rotary,
-    slots: Slots,
+    slots: RotarySlots,
     rank: int,
     *,
     scale: float | None = None,
@@ -100,35 +110,35 @@ def factor_by_svd(
 ) -> LatentWeights:
     """The baseline without calibration: a truncated SVD of the stacked key and value projections.
 
-    ``slots`` are from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
+    ``slots`` are from ``spread_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
     the principal component over the heads' weights. The remaining keys lose their rotation. ``gain
     [E]``, the weight of the norm in front of the attention, only affects the scale of the latent
     and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
-    blank = blank_statistics(weights, gain)
+    blank = make_blank_statistics(weights, gain)
     layer = build_projections(weights, blank, rotary, scale)
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
-    queries = head_moments(layer.queries, moment)
-    split = split_rotary(layer, slots, queries, moment)
+    queries = compute_head_moments(layer.queries, moment)
+    split = split_rotary_keys(layer, slots, queries, moment)
     rows = torch.cat([split[2], layer.values])[..., :-1].flatten(0, 1)
-    down, readout = principal_basis(rows, moment[:-1, :-1], rank)
+    down, readout = compute_principal_basis(rows, moment[:-1, :-1], rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     # Text of one token: every rotation is 1.
-    distances = Distances(blank.profile, 1)
-    gains = rotation_gains(distances, rotary.theta)
+    distances = DistanceMixture(blank.profile, 1)
+    gains = average_rotation_factors(distances, rotary.theta)
     factors = _join_factors(layer, split, gains, down / norm, readout * norm)
-    return _write_latent(layer, factors, slots, moment[-1], distances, centered=False)
+    return _make_latent_weights(layer, factors, slots, moment[-1], distances, centered=False)
 
 
 def _join_factors(
-    layer: Projections,
+    layer: LayerProjections,
     split: tuple[Tensor, Tensor, Tensor],
     gains: Tensor,
     down: Tensor,
     readout: Tensor,
 ) -> LatentFactors:
-    """The factors of rotary keys from `split_rotary`, and of a latent from `principal_basis` for
+    """The factors of rotary keys from `split_rotary_keys`, and of a latent from `compute_principal_basis` for
     the rest times ``gains [H, L]``.
     """
     rope_key, up_rope, rest = split
@@ -140,8 +150,8 @@ def _join_factors(
     )
 
 
-def _joint_rows(
-    layer: Projections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
+def _stack_key_and_value_rows(
+    layer: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
 ) -> Tensor:
     """``[n, E]``: the keys ``rest [G, D, E+1]`` in units of scores, then the values in units of the
     output, both at unit energy, for inputs whitened by ``root``.
@@ -154,7 +164,7 @@ def _joint_rows(
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
     energy = torch.unflatten(energy, 0, (-1, layer.group)).sum(1)
     # A value's unit is the layer's output: M^{1/2} v.
-    metric, _ = metric_root(layer.metric)
+    metric, _ = compute_metric_root(layer.metric)
     blocks = []
     for block in (rest * energy.sqrt()[..., None], metric @ layer.values):
         rows = block[..., :-1].flatten(0, 1) @ root
@@ -162,7 +172,7 @@ def _joint_rows(
     return torch.cat(blocks)
 
 
-def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def compute_principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """``down [rank, E]`` for a latent ``c = down x`` with unit energy, and ``readout [E, rank]``
     back to ``x``.
 
@@ -183,12 +193,12 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
     return pad(down, (0, 0, 0, spare)), pad(readout, (0, spare))
 
 
-def _write_latent(
-    layer: Projections,
+def _make_latent_weights(
+    layer: LayerProjections,
     factors: LatentFactors,
-    slots: Slots,
+    slots: RotarySlots,
     mean: Tensor,
-    distances: Distances,
+    distances: DistanceMixture,
     centered: bool,
 ) -> LatentWeights:
     """The factors as weights; constant values become part of the output bias. ``mean [E+1]`` of the
@@ -231,10 +241,10 @@ def _write_latent(
 
 def _keep_norms(
     latent: LatentWeights,
-    layer: Projections,
+    layer: LayerProjections,
     factors: LatentFactors,
     mean: Tensor,
-    distances: Distances,
+    distances: DistanceMixture,
 ) -> LatentWeights:
     """``latent``, fitted to keys over one number per head, with the norms of the source."""
     source = layer.source
@@ -245,14 +255,16 @@ def _keep_norms(
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
     constant = (layer.keys @ mean).repeat_interleave(layer.group, 0)[..., None]
-    constant = multiply_pairs(constant, rotation_gains(distances, layer.rotary.theta))
+    constant = multiply_pairs(constant, average_rotation_factors(distances, layer.rotary.theta))
     in_rope = (factors.down[:rope] @ mean).expand(latent.heads, -1)[..., None]
-    in_rope = multiply_pairs(in_rope, rotation_gains(distances, latent.theta))  # [H, P, 1]
+    in_rope = multiply_pairs(
+        in_rope, average_rotation_factors(distances, latent.theta)
+    )  # [H, P, 1]
     constant = constant - factors.up_keys[..., :rope] @ in_rope
     divisors = layer.divisors.repeat_interleave(layer.group)[:, None, None]
-    times = divisors * layer.rotary.amplitudes(constant)
+    times = divisors * layer.rotary.expand_amplitude(constant)
     up_keys = factors.up_keys * times
-    norms = KeptNorms(
+    norms = LatentHeadNorms(
         q=source.q,
         k=source.k,
         q_norm=source.q_norm,

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvfold.convert.transforms.head_norms import divide_heads
-from kvfold.convert.transforms.linalg import append_bias, output_metric
+from kvfold.convert.transforms.head_norms import linearize_norms_by_divisors
+from kvfold.convert.transforms.linalg import append_bias, compute_output_metric
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
@@ -24,7 +24,7 @@ from kvfold.convert.transforms.weights import (
 
 
 @dataclass(frozen=True)
-class Projections:
+class LayerProjections:
     """A layer's query, key and value projections as matrices on ``[x; 1]``, biases last.
 
     source: the layer
@@ -33,7 +33,7 @@ class Projections:
     keys: ``[G, D, E+1]``, with one number per head in place of what a norm divides by
     values: ``[G, D, E+1]``
     divisors: ``[G]``, these numbers; None without norms
-    metric: ``[G, D, D]``, the squared length of the output per value (`linalg.output_metric`)
+    metric: ``[G, D, D]``, the squared length of the output per value (`linalg.compute_output_metric`)
     scale: multiplies scores
     """
 
@@ -59,27 +59,27 @@ def build_projections(
     scale: float | None = None,
     *,
     key_constant: bool = False,
-) -> Projections:
-    """The projections of ``source``, with `head_norms.divide_heads` in place of norms; ``scale`` is
+) -> LayerProjections:
+    """The projections of ``source``, with `head_norms.linearize_norms_by_divisors` in place of norms; ``scale`` is
     by default ``head_dim ** -0.5``.
     """
-    weights, divisors = divide_heads(source, statistics, key_constant=key_constant)
+    weights, divisors = linearize_norms_by_divisors(source, statistics, key_constant=key_constant)
     queries = append_bias(weights.q, weights.q_bias)
-    amplitudes = rotary.amplitudes(queries)
-    return Projections(
+    amplitudes = rotary.expand_amplitude(queries)
+    return LayerProjections(
         source=source,
         rotary=rotary,
         queries=amplitudes * queries,
         keys=amplitudes * append_bias(weights.k, weights.k_bias),
         values=append_bias(weights.v, weights.v_bias),
         divisors=divisors,
-        metric=output_metric(weights.o, weights.kv_heads),
+        metric=compute_output_metric(weights.o, weights.kv_heads),
         scale=weights.head_dim**-0.5 if scale is None else scale,
     )
 
 
 @dataclass(frozen=True)
-class KeptNorms(Tensors):
+class LatentHeadNorms(Tensors):
     """The source's norms on queries and keys, kept in an MLA layer: its latent encodes the keys
     before their norm.
 
@@ -130,7 +130,7 @@ class LatentWeights(Tensors):
     ``q_nope_bias [H, N]``, ``q_rope_bias [H, P]``, ``o_bias [E]``. Rotary dims are half-split: dim
     ``j`` pairs with ``j + P/2`` and turns by ``theta [P/2]`` radians per position, which stays
     float64. ``scale`` multiplies every score. If present, ``query`` replaces ``q_nope`` and
-    ``q_rope``; so does ``norms``, with a different formula for the scores (`KeptNorms`).
+    ``q_rope``; so does ``norms``, with a different formula for the scores (`LatentHeadNorms`).
 
     Keys and values need no bias. A constant key shifts every score of a query by the same amount,
     which the softmax ignores. A constant value reaches the output unchanged, because attention rows
@@ -154,7 +154,7 @@ class LatentWeights(Tensors):
     q_rope_bias: Tensor | None = None
     o_bias: Tensor | None = None
     query: QueryLatent | None = None
-    norms: KeptNorms | None = None
+    norms: LatentHeadNorms | None = None
 
     @property
     def heads(self) -> int:

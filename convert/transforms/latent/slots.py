@@ -13,9 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mix_distances, rotation_gains
-from kvfold.convert.transforms.latent.latent_weights import Projections, build_projections
-from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
+from kvfold.convert.transforms.distances import average_rotation_factors, mix_distances
+from kvfold.convert.transforms.latent.latent_weights import LayerProjections, build_projections
+from kvfold.convert.transforms.linalg import (
+    compute_head_moments,
+    compute_input_moment,
+    decompose_symmetric,
+)
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 # Share of distances drawn from the full context in the gains. Excess loss of the reference MHA
@@ -25,7 +29,7 @@ SLOT_UNIFORM = 0.5
 
 
 @dataclass(frozen=True)
-class Slots:
+class RotarySlots:
     """``counts[l]`` rotary keys at the frequency of pair ``l``; ``theta [P/2]``: the frequency of
     each key.
     """
@@ -38,7 +42,7 @@ class Slots:
         return 2 * sum(self.counts)
 
 
-NO_SLOTS = Slots((), torch.empty(0, dtype=torch.float64))
+NO_SLOTS = RotarySlots((), torch.empty(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class LayerSurvey:
     theta: Tensor
 
 
-def pair_components(layer: Projections, queries: Tensor, moment: Tensor) -> PairComponents:
+def compute_pair_components(
+    layer: LayerProjections, queries: Tensor, moment: Tensor
+) -> PairComponents:
     """The rotary components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are
     second moments.
     """
@@ -84,20 +90,20 @@ def pair_components(layer: Projections, queries: Tensor, moment: Tensor) -> Pair
     scales = scales.clamp_min(scales.max().clamp_min(torch.finfo(scales.dtype).tiny) * 1e-12).sqrt()
     scaled = (scales[..., None] * keys).transpose(0, 1)  # [L, G, E+1]
     spread = torch.complex(scaled.real @ moment, scaled.imag @ moment)
-    return PairComponents(keys, energy, scales, *symmetric_eig(spread @ scaled.mH))
+    return PairComponents(keys, energy, scales, *decompose_symmetric(spread @ scaled.mH))
 
 
-def split_rotary(
-    layer: Projections, slots: Slots, queries: Tensor, moment: Tensor
+def split_rotary_keys(
+    layer: LayerProjections, slots: RotarySlots, queries: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split keys into the slots' shared keys ``[P, E+1]``, each head's up-projection of these
-    ``[H, D, P]``, and the rest ``[G, D, E+1]``; see `pair_components`.
+    ``[H, D, P]``, and the rest ``[G, D, E+1]``; see `compute_pair_components`.
     """
     rotary = layer.rotary.dims
     up_keys = layer.keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
     if not rotary:
         return layer.keys.new_zeros(slots.rope_dim, layer.keys.shape[-1]), up_keys, layer.keys
-    pairs = pair_components(layer, queries, moment)
+    pairs = compute_pair_components(layer, queries, moment)
     left = pairs.keys.clone()
     maps = left.new_zeros(*left.shape[:2], slots.rope_dim // 2)  # [G, L, P/2]
     shared: list[Tensor] = []
@@ -119,11 +125,13 @@ def split_rotary(
     return torch.cat([rope_key.real, rope_key.imag]), up_keys, rest
 
 
-def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
+def compute_pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
     """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best
     constants for rotations.
     """
-    return rotation_gains(mix_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta)
+    return average_rotation_factors(
+        mix_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta
+    )
 
 
 def survey_layer(
@@ -136,11 +144,11 @@ def survey_layer(
     if not theta.numel():
         return LayerSurvey(theta.new_zeros(0, weights.kv_heads), theta)
     statistics = statistics.to(weights.q.device)
-    moment = input_moment(statistics)
+    moment = compute_input_moment(statistics)
     layer = build_projections(weights, statistics, rotary, 1.0)
-    pairs = pair_components(layer, head_moments(layer.queries, moment), moment)
+    pairs = compute_pair_components(layer, compute_head_moments(layer.queries, moment), moment)
     # The best constant in place of a rotation preserves this share of a pair's energy.
-    retained = pair_gains(statistics, rotary, context).abs().square()
+    retained = compute_pair_gains(statistics, rotary, context).abs().square()
     share = pairs.query_energy
     tiny = torch.finfo(share.dtype).tiny
     survives = (share * retained).sum(0) / share.sum(0).clamp_min(tiny)
@@ -148,14 +156,14 @@ def survey_layer(
     return LayerSurvey((lost / pairs.energy.sum().clamp_min(tiny)).cpu(), theta)
 
 
-def average_worth(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
+def average_surveys(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
     """The mean over the layers that rotate, of which there must be one."""
     rotating = [survey for survey in surveys if survey.theta.numel()]
     worth = torch.stack([survey.worth for survey in rotating]).mean(0)
     return LayerSurvey(worth, rotating[0].theta)
 
 
-def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
+def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
     """Choose the ``rope_dim / 2`` slots with the greatest worth over all layers; several may share
     a frequency.
 
@@ -164,30 +172,30 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     """
     if not rope_dim:
         return NO_SLOTS
-    mean = average_worth(surveys)
+    mean = average_surveys(surveys)
     pairs, heads = mean.worth.shape
     # Eigenvalues descend, so the picked slots of a pair are always its first ones.
     picked = mean.worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // heads
-    return _slots(torch.bincount(picked, minlength=pairs).tolist(), mean.theta)
+    return _make_slots(torch.bincount(picked, minlength=pairs).tolist(), mean.theta)
 
 
-def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
+def choose_stepped_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
     """Slots for engines that only support ``theta_i = base^(-2i/P)``: every ``step``-th pair, for
     the best step.
 
     Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies.
     """
-    mean = average_worth(surveys)
+    mean = average_surveys(surveys)
     pairs = len(mean.worth)
     slots = rope_dim // 2
     longest = max(1, (pairs - 1) // max(1, slots - 1))
     first = mean.worth[:, 0]
     step = max(range(1, longest + 1), key=lambda step: float(first[::step][:slots].sum()))
     chosen = range(0, pairs, step)[:slots]
-    return _slots([int(pair in chosen) for pair in range(pairs)], mean.theta)
+    return _make_slots([int(pair in chosen) for pair in range(pairs)], mean.theta)
 
 
-def stride_slots(theta: Tensor, rope_dim: int) -> Slots:
+def spread_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
     """Slots at a uniform stride over the pairs; if there are more slots than pairs, each first gets
     equally many.
     """
@@ -196,8 +204,8 @@ def stride_slots(theta: Tensor, rope_dim: int) -> Slots:
     counts = [per_pair] * pairs
     for index in range(rest):
         counts[index * pairs // rest] += 1
-    return _slots(counts, theta)
+    return _make_slots(counts, theta)
 
 
-def _slots(counts: Sequence[int], theta: Tensor) -> Slots:
-    return Slots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))
+def _make_slots(counts: Sequence[int], theta: Tensor) -> RotarySlots:
+    return RotarySlots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))

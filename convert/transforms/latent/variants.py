@@ -5,7 +5,7 @@ The coordinates of a latent are free: the weights that read it can undo any inve
 multiplies it.
 
 Some engines cannot turn off the norm of a latent (a live norm). A norm has no effect on vectors
-that all have the same length, so `constant_length` searches for coordinates in which the length
+that all have the same length, so `equalize_lengths` searches for coordinates in which the length
 varies least.
 
 In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.transforms.latent.factorization import principal_basis
+from kvfold.convert.transforms.latent.factorization import compute_principal_basis
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
-from kvfold.convert.transforms.linalg import damped_solve, input_moment, symmetric_eig
+from kvfold.convert.transforms.linalg import compute_input_moment, decompose_symmetric, solve_damped
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss in layout engine at 48 + 16, nats per token, by bench_constants.py.
@@ -46,21 +46,21 @@ TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
 _EXACT = 1e-2
 
 
-def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
+def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over
     ``inputs [..., E]``.
 
     The RMS is one on average, so the norm's eps does not matter. The latent must not be centered,
     because the norm would apply to its bias too.
     """
-    return _change_coordinates(latent, *coordinates(latent.down, inputs))
+    return _change_coordinates(latent, *fit_norm_coordinates(latent.down, inputs))
 
 
 def mix_channels(latent: LatentWeights) -> LatentWeights:
     """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
     latent is unchanged.
     """
-    mix = hartley(latent.rank).to(latent.down.device)
+    mix = make_hartley_matrix(latent.rank).to(latent.down.device)
     mixed = _change_coordinates(latent, mix @ latent.down.double(), mix)
     if latent.down_bias is None:
         return mixed
@@ -79,7 +79,7 @@ def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> La
     )
 
 
-def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def fit_norm_coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``[R, E]`` whose RMS over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x =
     back (rows x)``.
 
@@ -92,17 +92,17 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     # With fewer tokens, any inputs could pass as the output of an RMSNorm.
     if rank >= width and len(rows) >= 2 * width:
         squares = rows.double().square()
-        scales = damped_solve(squares.mT @ squares, squares.sum(0)[:, None], 1e-12)[:, 0]
+        scales = solve_damped(squares.mT @ squares, squares.sum(0)[:, None], 1e-12)[:, 0]
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
             root = (scales * rank).sqrt()
             padding = (0, rank - width)
             return pad(root.diag(), (0, 0, *padding)), pad(down.double() / root, padding)
-    forth, back = constant_length((rows @ down.to(rows.dtype).mT).double())
+    forth, back = equalize_lengths((rows @ down.to(rows.dtype).mT).double())
     return forth @ down.double(), back
 
 
-def constant_length(latent: Tensor) -> tuple[Tensor, Tensor]:
+def equalize_lengths(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Coordinates ``forth [R, R]`` of latents ``c [n, R]`` with an RMS close to one, and their
     inverse ``back``; float64.
 
@@ -111,11 +111,11 @@ def constant_length(latent: Tensor) -> tuple[Tensor, Tensor]:
     then projected to positive definite forms.
     """
     # Channels that are always zero keep their scale.
-    energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
+    energy, axes = decompose_symmetric(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
     white = (axes / root) @ axes.mT
-    stretch, turn = symmetric_eig(_constant_form(latent @ white.mT))
+    stretch, turn = decompose_symmetric(_fit_quadratic_form(latent @ white.mT))
     size = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth = size[:, None] * (turn.mT @ white)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
@@ -124,7 +124,7 @@ def constant_length(latent: Tensor) -> tuple[Tensor, Tensor]:
     return forth / rms, (axes * root) @ axes.mT @ turn / size * rms
 
 
-def _constant_form(latent: Tensor) -> Tensor:
+def _fit_quadratic_form(latent: Tensor) -> Tensor:
     """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by
     conjugate gradients.
     """
@@ -158,7 +158,7 @@ def _constant_form(latent: Tensor) -> Tensor:
     return min(forms, key=held_out_error)
 
 
-def hartley(size: int) -> Tensor:
+def make_hartley_matrix(size: int) -> Tensor:
     """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse;
     float64.
 
@@ -173,7 +173,7 @@ def hartley(size: int) -> Tensor:
     return (angle.cos() + angle.sin()) / math.sqrt(size)
 
 
-def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
+def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
     """Compute queries through ``rank`` channels: the principal components of all heads' queries in
     units of scores.
 
@@ -181,7 +181,7 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     The biases do not change. Exact for ``rank >= min(E, H (N + P))``. A stock class with biases on
     queries needs it: it stores them in a query latent alone.
     """
-    moment = input_moment(statistics.to(latent.down.device))
+    moment = compute_input_moment(statistics.to(latent.down.device))
     root = torch.linalg.cholesky(moment[:-1, :-1])
     rope_key = latent.rope_key.double().expand(latent.heads, -1, -1)
     keys = torch.cat([latent.uk.double() @ latent.down.double(), rope_key], 1)
@@ -192,7 +192,9 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     # Dims of dead keys keep a little weight, so that no query vanishes.
     units = units.clamp_min(units.max() * 1e-6)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
-    down, readout = principal_basis((rows * units[..., None]).flatten(0, 1) @ root, root, rank)
+    down, readout = compute_principal_basis(
+        (rows * units[..., None]).flatten(0, 1) @ root, root, rank
+    )
     read = rows @ readout
     query = QueryLatent(down, read[:, : latent.nope_dim], read[:, latent.nope_dim :])
     return replace(latent, query=query.map(lambda tensor: tensor.to(latent.down).contiguous()))

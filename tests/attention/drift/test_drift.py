@@ -10,7 +10,7 @@ from helpers.attention import random_tokens, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention import measure_drift
-from kvfold.attention.drift.compare import divergence_terms, margin, stretch_bounds
+from kvfold.attention.drift.compare import compute_kl_terms, compute_margin, split_positions
 
 
 @torch.no_grad()
@@ -120,14 +120,14 @@ def test_reports_are_deterministic_and_valid_json():
 def test_margins_are_those_of_students_t(count, quantile):
     values = torch.arange(count, dtype=torch.float64)
     expected = quantile * values.std().item() / math.sqrt(count)
-    assert margin(values) == pytest.approx(expected, rel=5e-3)
-    assert margin(values[:1]) is None
+    assert compute_margin(values) == pytest.approx(expected, rel=5e-3)
+    assert compute_margin(values[:1]) is None
 
 
 @torch.no_grad()
 def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch):
-    assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
-    assert stretch_bounds(40) == [(1, 40)]
+    assert split_positions(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
+    assert split_positions(40) == [(1, 40)]
     monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
     source = tiny_decoder()
     tokens = random_tokens()
@@ -149,7 +149,7 @@ def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch)
             by_sequence = values[:, span].mean(1)
             assert getattr(figures, name) == pytest.approx(by_sequence.mean().item(), rel=1e-3)
             half_width = getattr(figures, f"{name}_margin")
-            assert half_width == pytest.approx(margin(by_sequence), rel=1e-3)
+            assert half_width == pytest.approx(compute_margin(by_sequence), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_divergences_of_near_and_far_distributions_keep_their_digits():
     near = torch.randn(4, 61)
     log_p = (near * (1 + 1e-4)).double().log_softmax(-1)
     log_q = near.double().log_softmax(-1)
-    exact = divergence_terms(log_p, log_q).sum(-1)
+    exact = compute_kl_terms(log_p, log_q).sum(-1)
     # below what a sum of p log(p / q) in float32 could tell from zero
     assert (exact < 1e-7).all()
     narrow = (near * (1 + 1e-4)).log_softmax(-1), near.log_softmax(-1)
-    torch.testing.assert_close(divergence_terms(*narrow).sum(-1).double(), exact, rtol=0.1, atol=0)
-    assert divergence_terms(log_p, log_p).sum() == 0
+    torch.testing.assert_close(compute_kl_terms(*narrow).sum(-1).double(), exact, rtol=0.1, atol=0)
+    assert compute_kl_terms(log_p, log_p).sum() == 0
     # one token has the whole of p and the other, far below float32's smallest number, of q
     far = torch.tensor([0.0, -200.0])
-    assert divergence_terms(far, far.flip(0)).sum().item() == pytest.approx(200)
+    assert compute_kl_terms(far, far.flip(0)).sum().item() == pytest.approx(200)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.recording import Arguments, OpenLayer
+from kvfold.attention.drift.recording import LayerArguments, OpenLayer
 from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
 HIDDEN = torch.zeros(2, 9, 3)
@@ -61,7 +61,7 @@ class Layer(nn.Module):
 
 
 def record(attention, mask, **tensors):
-    arguments = Arguments((), {"mask": mask})
+    arguments = LayerArguments((), {"mask": mask})
     return OpenLayer(0, Layer(attention), lambda _: arguments, tensors)(HIDDEN)
 
 
@@ -156,7 +156,7 @@ class Skipping(Layer):
 )
 def test_nothing_is_left_behind_where_a_layer_fails(layer, error):
     with pytest.raises(error):
-        OpenLayer(0, layer, lambda _: Arguments((), {}))(HIDDEN)
+        OpenLayer(0, layer, lambda _: LayerArguments((), {}))(HIDDEN)
     assert layer.self_attn.config._attn_implementation == BLOCKWISE
     assert not layer.self_attn._forward_hooks
 

@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoints import tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.attention.drift.compare import compare
+from kvfold.attention.drift.compare import compare_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
@@ -97,7 +97,7 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
     def failing(source, student, tokens, batch):
         if tokens.shape[1] > QUICK["seq_len"]:
             raise InputError("infinite activations")
-        return compare(source, student, tokens, batch)
+        return compare_models(source, student, tokens, batch)
 
     monkeypatch.setattr("kvfold.convert.conversion.measurement.compare", failing)
     done = convert(tmp_path / "out", to="mqa")

@@ -42,7 +42,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(
     record = convert(tmp_path / "polished", tiny_reader, **options, polish=4)
     polish = record["polish"]
     assert (polish["steps"], polish["kept"]) == (4, 4)
-    assert polish["sequences"] == 4 * budget.batch_size(QUICK["seq_len"])
+    assert polish["sequences"] == 4 * budget.choose_batch_size(QUICK["seq_len"])
     assert polish["after"] < 0.99 * polish["before"]
     # the drift is of the files, without the last position of each sequence
     assert record["drift"]["kl"]["value"] == pytest.approx(polish["after"], rel=0.1)
@@ -71,7 +71,7 @@ def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_
     assert not (tmp_path / "out").exists()
     polish = convert(tmp_path / "out", tiny_reader, **options, repeat_text=True)["polish"]
     assert polish["steps"] == 3
-    assert 32 < polish["sequences"] < 3 * budget.batch_size(QUICK["seq_len"])
+    assert 32 < polish["sequences"] < 3 * budget.choose_batch_size(QUICK["seq_len"])
 
 
 def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monkeypatch, capsys):
@@ -103,7 +103,7 @@ def unbroken(tiny_reader, tmp_path_factory):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(polishing, "POLISH_ROUND", 2)
-    backward = training.ModelTask.backward
+    backward = training.PolishTask.backward
     steps = []
 
     def counted(self, batch):
@@ -113,12 +113,12 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
         steps.append(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.ModelTask, "backward", counted)
+        patch.setattr(training.PolishTask, "backward", counted)
         with pytest.raises(RuntimeError, match="killed"):
             convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps) == 3
     steps += [None]
-    monkeypatch.setattr(training.ModelTask, "backward", counted)
+    monkeypatch.setattr(training.PolishTask, "backward", counted)
     convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == 3  # the third step once more
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken

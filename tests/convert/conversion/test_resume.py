@@ -16,7 +16,7 @@ from kvfold.convert.checkpoint import writer
 from kvfold.convert.cli import main
 from kvfold.convert.conversion import calibration, journal, output, polishing
 from kvfold.convert.data import demo_folder
-from kvfold.convert.training.polish import ModelTask
+from kvfold.convert.training.polish import PolishTask
 from kvfold.convert.walk import walk
 
 OPTIONS = {
@@ -213,7 +213,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
         torch.load(state, weights_only=True)["best_step"] > 0
     )  # else the files have the layers as they were fitted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelTask, "backward", lambda *_: pytest.fail("trained again"))
+        patch.setattr(PolishTask, "backward", lambda *_: pytest.fail("trained again"))
         convert_checkpoint(ConvertRequest(**options))
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")

@@ -131,7 +131,7 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
     source = tiny_family(name, **({} if name in CLASSICS else {"num_key_value_heads": heads}))
     model, stored = tiny_model(source)
     for layer in range(model.geometry.layers):
-        weights = pool.mean(read_layer(model, layer, stored.__getitem__), groups)
+        weights = pool.average_heads(read_layer(model, layer, stored.__getitem__), groups)
         copies = torch.arange(groups).repeat_interleave(model.geometry.kv_heads // groups)
         repeated = {}
         for role in ("k", "v", "k_bias", "v_bias"):

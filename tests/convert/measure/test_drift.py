@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.attention.drift.compare import LayerDrift, Measurement, Stretch
-from kvfold.attention.drift.metrics import format_metrics, metrics_dict, position_rows
+from kvfold.attention.drift.compare import DriftMeasurement, LayerDrift, PositionRangeDrift
+from kvfold.attention.drift.metrics import format_metrics, make_position_rows, metrics_to_dict
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert import DriftRequest, demo_folder, drift_checkpoints
 from kvfold.convert.commands.drift_command import summarize_drift
@@ -32,7 +32,7 @@ REPORT = DriftReport(
     kl_margin=0.01,
     excess_margin=0.02,
     layers=LAYERS,
-    floor=Measurement(
+    floor=DriftMeasurement(
         kl=2e-13, agreement=1.0, teacher_loss=3.8, student_loss=3.8 + 1e-8, layers=(LOW, LOW)
     ),
     about={
@@ -71,18 +71,21 @@ def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
 def test_what_is_not_finite_is_a_dash():
     broken = replace(REPORT, kl=math.nan, student_loss=math.inf, kl_margin=None)
     assert format_metrics(broken) == "excess - nats, KL - nats, top-1 87.5 %"
-    assert metrics_dict(broken, None)["kl"] == {"value": None, "floor": None, "margin": None}
+    assert metrics_to_dict(broken, None)["kl"] == {"value": None, "floor": None, "margin": None}
     assert (
         format_metrics(replace(broken, kl=-1e-9)) == "excess - nats, KL 0.0000 nats, top-1 87.5 %"
     )
 
 
 def test_figures_by_position_are_rows_where_there_are_several():
-    stretches = (Stretch(1, 64, 0.1, 0.02, 0.2, None, 8), Stretch(64, 128, 0.1, 0.02, 0.3, 0.1, 8))
-    _, first, second = position_rows(replace(REPORT, stretches=stretches))
+    stretches = (
+        PositionRangeDrift(1, 64, 0.1, 0.02, 0.2, None, 8),
+        PositionRangeDrift(64, 128, 0.1, 0.02, 0.3, 0.1, 8),
+    )
+    _, first, second = make_position_rows(replace(REPORT, stretches=stretches))
     assert first == ("1-64", "+0.1000 ± 0.0200", "0.2000")
     assert second == ("64-128", "+0.1000 ± 0.0200", "0.3000 ± 0.1000")
-    assert position_rows(replace(REPORT, stretches=stretches[:1])) == []
+    assert make_position_rows(replace(REPORT, stretches=stretches[:1])) == []
 
 
 def test_layers_and_then_rounding_are_counted():

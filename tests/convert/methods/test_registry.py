@@ -14,7 +14,7 @@ from helpers.checkpoints import tensors
 from kvfold.convert import ConvertRequest, InputError, cli, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.methods import registry
-from kvfold.convert.methods.registry import methods_of
+from kvfold.convert.methods.registry import list_methods
 
 WAYS = ("command line", "python")
 FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
@@ -26,7 +26,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     a test.
     """
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    methods_of()
+    list_methods()
     for names in ("_methods", "_objectives"):
         monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
     yield

@@ -1,10 +1,10 @@
 """A method in one file: each group keeps its loudest head."""
 
-from kvfold.convert.methods.registry import ConvertedLayer, FoldLayer, Method, method
+from kvfold.convert.methods.registry import ConvertedLayer, FoldLayer, Method, register_method
 from kvfold.convert.transforms.fold.pool import pool_heads
 
 
-@method
+@register_method
 class Loudest(Method):
     name = "loudest"
     targets = ("gqa", "mqa")

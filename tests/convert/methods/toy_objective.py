@@ -4,14 +4,14 @@ of them.
 
 import torch
 
-from kvfold.convert.methods.registry import objective
+from kvfold.convert.methods.registry import register_objective
 from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead, share_keys
-from kvfold.convert.transforms.fold.score_fit import Scores
+from kvfold.convert.transforms.fold.score_fit import ScoreObjective
 
 
-@objective("nearest-keys")
-class NearestKeys(Scores):
+@register_objective("nearest-keys")
+class NearestKeys(ScoreObjective):
     def key_head(self, group: GroupMoments) -> SharedHead:
         members, dims = group.keys.shape[:2]
         alike = torch.eye(dims).to(group.keys).expand(members, dims, dims)
-        return share_keys(group.keys, alike, group.pairs).repeat_decode(group.readers)
+        return share_keys(group.keys, alike, group.pairs).repeat_decode(group.queries_per_member)

@@ -424,7 +424,7 @@ def test_attention_of_the_plug_in_is_that_of_the_checkpoint(
 
 def test_a_traced_rotation_rotates():
     """vLLM traces modules that it serves afterwards."""
-    rotation = modeling_kvfold.FixedRotation([1.0], 1.0)
+    rotation = modeling_kvfold.FixedRotaryEmbedding([1.0], 1.0)
     torch.fx.symbolic_trace(rotation)
     turned = rotation(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[1]]))
     torch.testing.assert_close(turned.flatten(), torch.tensor([0.5403023, 0.8414710]))

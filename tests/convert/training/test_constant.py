@@ -19,11 +19,11 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
 from kvfold.convert.training.loop import next_token_loss
 from kvfold.convert.training.steps import (
-    check_constant,
-    has_constant,
-    hold_constant,
+    check_constant_channel,
+    freeze_constant_channel,
+    has_constant_channel,
+    scale_adam_steps,
     scale_gradients,
-    scale_steps,
 )
 
 RANKS = {"kv_a_proj_with_mqa": 24, "q_a_proj": 65}
@@ -53,7 +53,7 @@ def adam(model, held, **options):
         [p for p in model.parameters() if p.requires_grad], lr=5e-3, **options
     )
     sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
-    scale_steps(optimizer, dict(model.named_parameters()), sizes, held, {})
+    scale_adam_steps(optimizer, dict(model.named_parameters()), sizes, held, {})
     return optimizer
 
 
@@ -63,7 +63,7 @@ def trained(folder, dtype, steps=6, decay=0.1):
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     optimizer = adam(
-        model, hold_constant(dict(model.named_parameters())), weight_decay=decay, eps=1e-4
+        model, freeze_constant_channel(dict(model.named_parameters())), weight_decay=decay, eps=1e-4
     )
     losses = []
     for tokens in batches(1) * steps:
@@ -87,7 +87,7 @@ def test_every_dtype_holds_the_constant_and_the_norms_weight_exactly(rank):
 def test_the_norm_still_does_nothing(latent, dtype):
     model, losses = trained(latent, dtype)
     assert losses[-1] < losses[0] - 0.1  # it did train
-    check_constant(dict(model.named_parameters()), open_checkpoint(latent))
+    check_constant_channel(dict(model.named_parameters()), open_checkpoint(latent))
     seen = []
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
     tokens = batches(1)[0]
     plain, held = (AutoModelForCausalLM.from_pretrained(latent) for _ in range(2))
     named = dict(held.named_parameters())
-    slices = hold_constant(named)
+    slices = freeze_constant_channel(named)
     for model in (plain, held):
         next_token_loss(model(input_ids=tokens).logits, tokens).backward()
     scale_gradients(named, slices)
@@ -143,13 +143,13 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
 
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
-    assert has_constant(open_checkpoint(latent))
-    assert not has_constant(open_checkpoint(tiny_family("llama")))
+    assert has_constant_channel(open_checkpoint(latent))
+    assert not has_constant_channel(open_checkpoint(tiny_family("llama")))
     biased = shutil.copytree(latent, tmp_path / "a-latent-model-with-biases")
     tensors = load_file(biased / "model.safetensors")
     tensors[CHANNEL][23] = 0.3
     save_file(tensors, biased / "model.safetensors", {"format": "pt"})
-    assert not has_constant(open_checkpoint(biased))
+    assert not has_constant_channel(open_checkpoint(biased))
 
 
 @pytest.mark.parametrize("name", [CHANNEL, CHANNEL.replace("bias", "weight"), NORM])
@@ -160,7 +160,7 @@ def test_a_channel_that_moved_is_not_written(latent, name):
     with pytest.raises(
         KvfoldError, match=f"{name}: training changed the constant channel, which must stay fixed"
     ):
-        check_constant(state, checkpoint)
+        check_constant_channel(state, checkpoint)
 
 
 def train_rank(folder, out, is_sharded):
@@ -171,7 +171,7 @@ def train_rank(folder, out, is_sharded):
     rank = dist.get_rank()
     world = dist.get_world_size()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    held = hold_constant(dict(model.named_parameters()))
+    held = freeze_constant_channel(dict(model.named_parameters()))
     if is_sharded:
         for layer in model.model.layers:
             fully_shard(layer)
@@ -204,5 +204,5 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
         ended = forked.run_ranks(tmp_path / f"{way}-log", work, processes)
         assert [each.status for each in ended] == [0] * processes, ended
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
-    check_constant(sharded, open_checkpoint(latent))
+    check_constant_channel(sharded, open_checkpoint(latent))
     assert_close(sharded, whole, rtol=0, atol=2e-5)

@@ -17,7 +17,7 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.loop import distillation_loss, next_token_loss
-from kvfold.convert.training.polish import ModelTask, TaughtText, TrainingText, slowdown
+from kvfold.convert.training.polish import PolishTask, TeacherText, TrainingText, compute_slowdown
 from kvfold.convert.walk.walk import Student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ class FixedText(TrainingText):
         self.states = states
 
     def read(self, indices):
-        return TaughtText(self.tokens[indices].long(), self.states[indices])
+        return TeacherText(self.tokens[indices].long(), self.states[indices])
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def task_of():
             tensors = {name: checkpoint.read_tensor(name) for name in names}
             student.put(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
-            task = ModelTask(student, opened, tensors, None, None, 15)
+            task = PolishTask(student, opened, tensors, None, None, 15)
             with torch.no_grad():
                 states = task.run_layers(TOKENS)
             noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
             states += noise * states.std()
             task.text = FixedText(TOKENS, states)
-            task.held_out = TaughtText(TOKENS, states)
+            task.held_out = TeacherText(TOKENS, states)
             return task
 
         yield make
@@ -75,7 +75,7 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     def run_teacher(teacher, tokens, autocast):
         rows = (tokens[:, 0] // 3).tolist()
         computed.append(rows)
-        return TaughtText(tokens, states[rows])
+        return TeacherText(tokens, states[rows])
 
     order = iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]])
     monkeypatch.setattr(module, "BLOCK_STEPS", 2)
@@ -172,4 +172,4 @@ def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     ],
 )
 def test_the_learning_rate_halves_after_every_part_that_hardly_gains(errors, steps, expected):
-    assert slowdown(errors, steps) == expected
+    assert compute_slowdown(errors, steps) == expected

@@ -17,7 +17,7 @@ from kvfold.convert.training import refine as refining
 from kvfold.convert.training.refine import (
     MOST_STEPS,
     REFINE_ROUND,
-    Refinement,
+    RefineSettings,
     learning_rate_factor,
     make_examples,
     refine_layer,
@@ -64,7 +64,7 @@ def first_step(plan, tokens=None):
 
 
 def task_of(plan, **changes):
-    return Refinement(**{**vars(make_refinement(plan, plan.request.refine)), **changes})
+    return RefineSettings(**{**vars(make_refinement(plan, plan.request.refine)), **changes})
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
     monkeypatch.setattr(refining, "_ERROR_POWER", 0)
     monkeypatch.setattr(refining, "_WIDTH_LR", 1e39)
     monkeypatch.setattr(refining, "_RELATIVE_LR", rate)
-    made = Mock(side_effect=refining.LayerTask)
-    monkeypatch.setattr(refining, "LayerTask", made)
+    made = Mock(side_effect=refining.RefineTask)
+    monkeypatch.setattr(refining, "RefineTask", made)
     found = refined(llama)
     assert made.call_count == (tries or 3)
     if tries:

@@ -6,7 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice
-from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
+from kvfold.convert.training.steps import (
+    measure_channel_scales,
+    measure_tensor_sizes,
+    scale_adam_steps,
+)
 
 
 def outer(rows, columns):
@@ -16,7 +20,8 @@ def outer(rows, columns):
 
 def products(named, held=None):
     return {
-        name: rows * columns for name, (rows, columns) in channel_scales(named, held or {}).items()
+        name: rows * columns
+        for name, (rows, columns) in measure_channel_scales(named, held or {}).items()
     }
 
 
@@ -27,13 +32,13 @@ def test_every_tensor_learns_in_proportion_to_its_size():
         "b.weight": nn.Parameter(torch.zeros(2, 2)),
     }
     held = {"a.weight": ConstantSlice(1, 2, 1 / CONSTANT)}
-    sizes = tensor_sizes(named, held)
+    sizes = measure_tensor_sizes(named, held)
     # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the
     # same.
     assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
-    assert tensor_sizes(named, {})["a.weight"] > 500
+    assert measure_tensor_sizes(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
-    scale_steps(optimizer, named, sizes, held, {})
+    scale_adam_steps(optimizer, named, sizes, held, {})
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([0.01 * size for size in sizes.values()])
     decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
@@ -50,7 +55,9 @@ def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_les
     weight = nn.Parameter(before.clone())
     named = {"proj.weight": weight}
     optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-12)
-    scale_steps(optimizer, named, tensor_sizes(named, {}), {}, channel_scales(named, {}))
+    scale_adam_steps(
+        optimizer, named, measure_tensor_sizes(named, {}), {}, measure_channel_scales(named, {})
+    )
     for _ in range(3):
         optimizer.zero_grad()
         (weight * torch.arange(1.0, 31).view(5, 6)).sum().backward()

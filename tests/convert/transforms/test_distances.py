@@ -9,7 +9,7 @@ import torch
 from helpers.layers import dense_distances
 
 from kvfold.convert.transforms import distances
-from kvfold.convert.transforms.distances import mix_distances, rotary_moments
+from kvfold.convert.transforms.distances import compute_rotary_moments, mix_distances
 
 
 def profile(heads=3, seen=16):
@@ -27,7 +27,7 @@ def test_context_counts_as_far_as_131072_and_at_least_the_profile():
 def test_moments_are_sums_over_the_mixture(monkeypatch, uniform):
     monkeypatch.setattr(distances, "CHUNK", 7)
     speed = torch.tensor([1.0, 0.1, -0.1, 0.0], dtype=torch.float64)
-    moments = rotary_moments(mix_distances(profile(), 40, uniform), speed)
+    moments = compute_rotary_moments(mix_distances(profile(), 40, uniform), speed)
     weights = dense_distances(profile(), 40, uniform)
     torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
     for head, row in enumerate(weights.tolist()):

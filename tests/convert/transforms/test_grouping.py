@@ -7,10 +7,10 @@ import torch
 from helpers.layers import normal, plain_rotary
 from torch import Tensor
 
-from kvfold.convert.methods.fold import fold_groups
+from kvfold.convert.methods.fold import fold_with_best_groups
 from kvfold.convert.methods.registry import FoldLayer
 from kvfold.convert.transforms.fold import grouping, principal
-from kvfold.convert.transforms.fold.principal import layer_moments
+from kvfold.convert.transforms.fold.principal import compute_layer_moments
 from kvfold.convert.transforms.fold.score_fit import SCORES
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
@@ -43,21 +43,23 @@ def statistics(heads: int) -> LayerStatistics:
     return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile)
 
 
-def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.Pairs:
-    return grouping.Pairs(layer_moments(weights, statistics(weights.heads), ROTARY, context))
+def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.PairLosses:
+    return grouping.PairLosses(
+        compute_layer_moments(weights, statistics(weights.heads), ROTARY, context)
+    )
 
 
 @pytest.mark.parametrize("members", [PAIRS, ((0, 3, 5, 6), (1, 2, 4, 7))], ids=["pairs", "fours"])
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_finds_the_heads_that_are_alike(members: tuple[tuple[int, ...], ...], repeat: int):
-    found = grouping.candidates(pairs_of(alike(members, repeat)), len(members))
-    assert found[0] == grouping.contiguous(8, len(members))
+    found = grouping.propose_partitions(pairs_of(alike(members, repeat)), len(members))
+    assert found[0] == grouping.group_neighbors(8, len(members))
     assert members in found
 
 
 def test_the_candidate_with_the_least_error_is_taken():
     weights = alike(PAIRS)
-    wanted = principal.fold(pairs_of(weights, 100).layer, PAIRS)
+    wanted = principal.fold_heads(pairs_of(weights, 100).layer, PAIRS)
     layer = FoldLayer(
         index=0,
         weights=weights,
@@ -72,6 +74,6 @@ def test_the_candidate_with_the_least_error_is_taken():
         objective=SCORES,
         shared={},
     )
-    error, groups, folded = fold_groups(layer, layer.statistics)
+    error, groups, folded = fold_with_best_groups(layer, layer.statistics)
     assert (error, groups) == (0.0, PAIRS)
     assert torch.equal(folded.k, wanted.k)

@@ -8,8 +8,8 @@ from helpers import precision
 from helpers.layers import NORMS, head_norm, normal, normalized, normed_statistics, relative_error
 from torch import Tensor
 
-from kvfold.convert.transforms.head_norms import linearize_heads, project
-from kvfold.convert.transforms.weights import AttentionWeights, blank_statistics
+from kvfold.convert.transforms.head_norms import linearize_norms, project_with_norms
+from kvfold.convert.transforms.weights import AttentionWeights, make_blank_statistics
 
 E = 32
 D = 8
@@ -46,7 +46,7 @@ def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
 def test_projections_are_those_of_the_definition(norm: str, bias: bool) -> None:
     weights = make(norm, bias)
     x = inputs(sequences=2)
-    rows, _ = project(weights, x.flatten(0, 1))
+    rows, _ = project_with_norms(weights, x.flatten(0, 1))
     found = rows[:, H:].unflatten(0, x.shape[:2]).transpose(1, 2)
     torch.testing.assert_close(found, keys(weights, x))
 
@@ -58,8 +58,8 @@ def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool)
     weights = make(norm, bias)
     x = inputs()
     gathered = normed_statistics(weights, x)
-    fitted = linearize_heads(weights, gathered)
-    divided = linearize_heads(weights, replace(gathered, normed=None))
+    fitted = linearize_norms(weights, gathered)
+    divided = linearize_norms(weights, replace(gathered, normed=None))
     assert fitted.q_norm is fitted.k_norm is None
     assert (fitted.k_bias is None) == (weights.k_bias is None)
     seen = inputs(13)
@@ -72,7 +72,7 @@ def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool)
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)
-    linear = linearize_heads(weights, blank_statistics(weights, scales))
+    linear = linearize_norms(weights, make_blank_statistics(weights, scales))
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
     expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
     torch.testing.assert_close(linear.k, expected, **precision.ACTIVATIONS)

@@ -16,11 +16,11 @@ from helpers.layers import (
     turned,
 )
 
-from kvfold.convert.transforms.distances import Distances
+from kvfold.convert.transforms.distances import DistanceMixture
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.factorization import factor_by_svd, factor_layer
-from kvfold.convert.transforms.latent.variants import query_latent
+from kvfold.convert.transforms.latent.variants import factor_queries
 from kvfold.convert.transforms.weights import Rotary
 
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
@@ -50,14 +50,14 @@ def test_kernels_are_moments_at_random_distances_and_their_adjoints():
         left = left + weight * y.mean(0)
         right = right + weight * z.mean(0)
         expected = expected + weight * y.mT @ z / len(x)
-    _, kernel = als.rotary_kernels(Distances(profile, 9), *frequencies)
+    _, kernel = als.make_rotation_moments(DistanceMixture(profile, 9), *frequencies)
     mean = x.mean(0)
     product = rows @ torch.cov(x.mT, correction=0) @ keys.mT
     (found,) = kernel.apply(product, rows @ mean, keys @ mean)
     torch.testing.assert_close(found, expected - torch.outer(left, right))
 
     weight = normal(4, 7, 3)
-    (of_rows,), (of_means,) = kernel.adjoint(weight)
+    (of_rows,), (of_means,) = kernel.compute_adjoint(weight)
     gradient = (of_rows * product).sum() + rows @ mean @ of_means @ (keys @ mean)
     torch.testing.assert_close((weight * found).sum(), gradient)
 
@@ -69,11 +69,11 @@ def test_kernels_are_moments_at_random_distances_and_their_adjoints():
 )
 def test_enough_rank_is_exact(kv_heads, bias, rotary):
     weights, statistics, x = random_layer(kv_heads=kv_heads, bias=bias)
-    slots = rope_slots.Slots(
+    slots = rope_slots.RotarySlots(
         (kv_heads,) * len(rotary.theta), rotary.theta.repeat_interleave(kv_heads)
     )
     if not rotary.dims:
-        slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
+        slots = rope_slots.RotarySlots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = factor_layer(weights, statistics, rotary, slots, 24)
     assert (
         relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0])
@@ -90,7 +90,7 @@ def test_layers_without_energy_are_finite_and_exact(zeros, inputs, centered):
     weights = replace(weights, **{name: 0 * getattr(weights, name) for name in zeros})
     x = {"zero": 0 * x, "one vector": x[:1].expand_as(x)}.get(inputs, x)
     statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
-    slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
+    slots = rope_slots.RotarySlots((2,) * 4, THETA.repeat_interleave(2))
     latent = factor_layer(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
     assert all(
         value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor)
@@ -162,9 +162,9 @@ def score_error(weights, latent, statistics, x):
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
     expected = attend(weights, x[:20][None], Rotary(THETA))[0]
-    full = factor_by_svd(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
+    full = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 16), 24)
     assert relative_error(attend_latent(full, x[:20]), expected) < 1e-8
-    small = factor_by_svd(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
+    small = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
     assert relative_error(attend_latent(fitted, x[:20]), expected) < relative_error(
         attend_latent(small, x[:20]), expected
@@ -176,7 +176,7 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
     latent = convert(weights, statistics, Rotary(THETA), 4, 8)
     errors = []
     for rank in (12, 24):
-        query = query_latent(latent, statistics, rank).query
+        query = factor_queries(latent, statistics, rank).query
         assert query.down.shape == (rank, 24)
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
         errors.append(relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1)))

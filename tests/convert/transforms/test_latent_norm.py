@@ -7,7 +7,11 @@ import torch
 from helpers.layers import normal
 
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import constant_length, coordinates, live_norm
+from kvfold.convert.transforms.latent.variants import (
+    adapt_to_norm,
+    equalize_lengths,
+    fit_norm_coordinates,
+)
 
 
 def random_latent(rank=6):
@@ -32,7 +36,7 @@ def test_full_rank_latent_of_normed_inputs_has_constant_length():
     gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     down = normal(2, 16, 16)
     inputs = normed_inputs(gain)
-    forth, back = constant_length(inputs @ down.T)
+    forth, back = equalize_lengths(inputs @ down.T)
     torch.testing.assert_close(forth @ back, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
     length = rms(normed_inputs(gain, 500) @ down.T @ forth.T)
     assert length.mean().item() == pytest.approx(1, rel=1e-3)
@@ -45,7 +49,7 @@ def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
     gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     spectrum = torch.cat([torch.ones(8), torch.full((8,), 1e-3)]).double()
     down = random_latent(rank).down * spectrum
-    rows, back = coordinates(down, normed_inputs(gain))
+    rows, back = fit_norm_coordinates(down, normed_inputs(gain))
     new = normed_inputs(gain, 500)
     torch.testing.assert_close(
         rms(new @ rows.T), torch.ones(500, dtype=torch.float64), atol=1e-6, rtol=0
@@ -56,7 +60,7 @@ def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
 
 def test_new_coordinates_change_nothing_that_is_read():
     latent = random_latent()
-    found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
+    found = adapt_to_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
     for name in ("uk", "uv"):
         torch.testing.assert_close(
             getattr(found, name) @ found.down, getattr(latent, name) @ latent.down
@@ -69,7 +73,7 @@ def test_a_latent_that_is_always_zero_stays_so(rank, silent):
     latent = random_latent(rank)
     inputs = normed_inputs(torch.ones(16, dtype=torch.float64), 64)
     latent = replace(latent, down=0 * latent.down) if silent == "weights" else latent
-    normed = live_norm(latent, 0 * inputs if silent == "inputs" else inputs)
+    normed = adapt_to_norm(latent, 0 * inputs if silent == "inputs" else inputs)
     assert all(
         value.isfinite().all() for value in vars(normed).values() if isinstance(value, torch.Tensor)
     )

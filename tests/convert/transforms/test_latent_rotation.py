@@ -6,7 +6,7 @@ from helpers.checkpoints import stock_model
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.transforms.latent.variants import hartley
+from kvfold.convert.transforms.latent.variants import make_hartley_matrix
 
 SPLIT = {
     "to": "mla",
@@ -20,7 +20,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_the_matrix_is_orthogonal_and_spreads_every_channel(size):
-    mix = hartley(size)
+    mix = make_hartley_matrix(size)
     torch.testing.assert_close(
         mix @ mix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13
     )

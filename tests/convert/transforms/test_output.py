@@ -4,7 +4,7 @@ import torch
 from helpers.layers import normal
 
 from kvfold.convert.transforms import linalg
-from kvfold.convert.transforms.linalg import fit_output
+from kvfold.convert.transforms.linalg import fit_output_projection
 
 
 def test_it_minimizes_the_damped_objective() -> None:
@@ -12,7 +12,7 @@ def test_it_minimizes_the_damped_objective() -> None:
     target = normal(2, 200, 5)
     present = normal(3, 5, 12)
     gram = heads.mT @ heads / 200
-    found = fit_output(
+    found = fit_output_projection(
         present, gram, (target - heads @ present.mT).mT @ heads / 200
     ).requires_grad_()
     damping = linalg.OUTPUT_RIDGE * gram.diagonal().mean()

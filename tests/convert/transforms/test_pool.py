@@ -32,7 +32,7 @@ def weights(dtype: torch.dtype = torch.float32, **norm) -> AttentionWeights:
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_mean_averages_runs_of_neighboring_heads(groups):
     source = weights(torch.bfloat16)
-    result = pool.mean(source, groups)
+    result = pool.average_heads(source, groups)
     for name in ("k", "v", "k_bias", "v_bias"):
         members = getattr(source, name).float().unflatten(0, (groups, -1))
         torch.testing.assert_close(getattr(result, name), members.mean(1))
@@ -45,7 +45,7 @@ def test_mean_averages_runs_of_neighboring_heads(groups):
 
 def test_first_takes_the_first_head_of_each_group():
     source = weights(torch.bfloat16)
-    result = pool.first(source, 2)
+    result = pool.keep_first_heads(source, 2)
     assert torch.equal(result.k, source.k[[0, 3]])
     assert torch.equal(result.v_bias, source.v_bias[[0, 3]])
     assert torch.equal(result.k_norm.weight, source.k_norm.weight[[0, 3]])
@@ -55,14 +55,14 @@ def test_first_takes_the_first_head_of_each_group():
 def test_a_shared_norm_keeps_its_bits():
     row = torch.randn(D)
     source = weights(weight=row.repeat(G, 1), bias=None, shared=True)
-    for result in (pool.mean(source, 3), pool.first(source, 3)):
+    for result in (pool.average_heads(source, 3), pool.keep_first_heads(source, 3)):
         assert torch.equal(result.k_norm.weight, row.repeat(3, 1))
 
 
 def test_random_is_fresh_deterministic_and_of_the_requested_spread():
     source = weights(offset=1.0)
     result, again, *others = (
-        pool.random(source, 3, std=0.5, seed=seed, layer=layer)
+        pool.draw_random_heads(source, 3, std=0.5, seed=seed, layer=layer)
         for seed, layer in ((4, 1), (4, 1), (4, 2), (5, 1))
     )
     assert torch.equal(result.k, again.k)

@@ -19,7 +19,7 @@ from helpers.layers import (
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.fold.principal import layer_moments
+from kvfold.convert.transforms.fold.principal import compute_layer_moments
 from kvfold.convert.transforms.linalg import multiply_pairs
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
@@ -90,8 +90,8 @@ def inputs(seed: int = 1) -> Tensor:
 def fold(
     weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY
 ) -> AttentionWeights:
-    moments = layer_moments(weights, statistics_of(inputs(), weights.heads), rotary)
-    return principal.fold(moments, groups)
+    moments = compute_layer_moments(weights, statistics_of(inputs(), weights.heads), rotary)
+    return principal.fold_heads(moments, groups)
 
 
 def fold_and_attend(
@@ -134,8 +134,8 @@ def test_identical_heads_fold_exactly(
 def test_identical_heads_fold_exactly_beyond_the_calibration_text():
     weights = changed(make(4, 1), lambda rows: rows.repeat_interleave(4, 0))
     few = inputs()[:1, :5]  # 5 tokens span 5 of 48 input dims
-    moments = layer_moments(weights, statistics_of(few, 4), ROTARY)
-    folded = principal.fold(moments, [[0, 1, 2, 3]])
+    moments = compute_layer_moments(weights, statistics_of(few, 4), ROTARY)
+    folded = principal.fold_heads(moments, [[0, 1, 2, 3]])
     x = inputs(seed=7)
     assert relative_error(attend(folded, x, ROTARY), attend(weights, x, ROTARY)) < 1e-5
 

@@ -14,7 +14,7 @@ def test_worth_is_the_energy_that_the_best_constant_loses():
     weights, statistics, x = random_layer(bias=True)
     # 6 of 8 dims rotate
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5)
-    gains = rope_slots.pair_gains(statistics, rotary, 0).abs().square()
+    gains = rope_slots.compute_pair_gains(statistics, rotary, 0).abs().square()
     energy = torch.empty(3, 2, dtype=torch.float64)
     lost = torch.empty_like(energy)
     for pair in range(3):
@@ -36,7 +36,7 @@ def test_gain_is_the_mean_turn_over_the_profile():
     theta = torch.tensor([0.7, 0.02], dtype=torch.float64)
     mixed = dense_distances(statistics.profile, 24, uniform=0.5, tail=0.5)
     turns = torch.polar(torch.ones(24, 2).double(), -torch.arange(24).double()[:, None] * theta)
-    gains = rope_slots.pair_gains(statistics, Rotary(theta), 24)
+    gains = rope_slots.compute_pair_gains(statistics, Rotary(theta), 24)
     torch.testing.assert_close(gains, mixed.cdouble() @ turns, rtol=0, atol=1e-12)
 
 
@@ -51,8 +51,8 @@ def test_choice_takes_the_worth_of_all_layers():
 
 def test_stride_is_uniform_and_fills_up_evenly():
     theta = torch.arange(8, 0, -1, dtype=torch.float64)
-    assert rope_slots.stride_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
-    assert rope_slots.stride_slots(theta, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
+    assert rope_slots.spread_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
+    assert rope_slots.spread_slots(theta, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     theta = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     worth = torch.full((8, 1), 0.1)
     worth[[heavy, 2 * heavy]] = 1.0
-    chosen = rope_slots.plain_slots([LayerSurvey(worth, theta)], 6)
+    chosen = rope_slots.choose_stepped_slots([LayerSurvey(worth, theta)], 6)
     assert chosen.counts == counts
     assert find_rope_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

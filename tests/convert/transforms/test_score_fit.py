@@ -56,10 +56,10 @@ def case(
     rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
     profile = (2 * normal(4, len(queries), 10)).softmax(1)
-    phi = score_fit.distance_moments(profile, CONTEXT, rot, D)
+    phi = score_fit.compute_distance_moments(profile, CONTEXT, rot, D)
     metric = torch.eye(D, dtype=torch.float64).expand(members, D, D)
     group = GroupMoments(keys, queries, values=keys, phi=phi, metric=metric, pairs=dims // 2)
-    return score_fit.principal_keys(group), group, profile, rot
+    return score_fit.fit_principal_keys(group), group, profile, rot
 
 
 @pytest.mark.parametrize("dims", [D, D // 2])
@@ -67,7 +67,7 @@ def test_lost_energy_is_the_objective(dims: int):
     start, group, profile, rot = case(dims)
     fitted = score_fit.fit_scores(start, group)
     weights = dense_distances(profile, CONTEXT)
-    lost, total = score_fit.score_losses(fitted, group)
+    lost, total = score_fit.compute_score_errors(fitted, group)
     assert lost.sum().item() == pytest.approx(objective(fitted, group, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
     assert total.sum().item() == pytest.approx(objective(nothing, group, weights, rot), rel=1e-9)

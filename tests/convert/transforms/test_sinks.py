@@ -8,11 +8,11 @@ import torch
 from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
-from kvfold.attention.drift.profile import attention_sums
+from kvfold.attention.drift.profile import sum_attention_weights
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import live_norm
-from kvfold.convert.transforms.sinks import SHARES, add_damper, token_weightings
+from kvfold.convert.transforms.latent.variants import adapt_to_norm
+from kvfold.convert.transforms.sinks import SHARES, add_sink_channel, weight_tokens_by_attention
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 32
@@ -45,7 +45,7 @@ def inputs(seed: int) -> Tensor:
 def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     query, key = (torch.einsum("hde,bte->bhtd", rows, x) for rows in (weights.q, weights.k))
     assert weights.q_bias is not None
-    _, received = attention_sums(query + weights.q_bias[:, None], key, D**-0.5)
+    _, received = sum_attention_weights(query + weights.q_bias[:, None], key, D**-0.5)
     flat = x.flatten(0, 1)
     weight = received.flatten()
     gram = (flat * weight[:, None]).T @ flat / len(flat)
@@ -62,10 +62,10 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
-    shares = dict(token_weightings(statistics))
+    shares = dict(weight_tokens_by_attention(statistics))
     assert tuple(shares) == SHARES
     plain, weighted = (
-        error(principal.fold(principal.layer_moments(weights, counted, STILL), ALL))
+        error(principal.fold_heads(principal.compute_layer_moments(weights, counted, STILL), ALL))
         for counted in shares.values()
     )
     assert weighted < 0.9 * plain
@@ -100,12 +100,14 @@ def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> 
     x = inputs(7)
     plain = latent()
     statistics = measured(layer(sink=10.0), x)
-    damped = add_damper(plain, statistics)
+    damped = add_sink_channel(plain, statistics)
     length = (x @ damped.down[R]).square()
     assert length[:, 0].min() > 20 * length[:, 1:].mean()
     torch.testing.assert_close(damped.uv[..., :R], plain.uv)
     assert not damped.uv[..., R:].any()
     assert not damped.uk[..., R:].any()
     expected = values(plain, x, live=False)
-    sizes = [(values(live_norm(each, x), x) - expected)[:, :, 0].norm() for each in (plain, damped)]
+    sizes = [
+        (values(adapt_to_norm(each, x), x) - expected)[:, :, 0].norm() for each in (plain, damped)
+    ]
     assert sizes[1] < 0.2 * sizes[0]

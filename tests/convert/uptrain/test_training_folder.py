@@ -14,8 +14,8 @@ from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import (
     STATE,
     draw_tokens,
+    prepare_training_folder,
     read_side_files,
-    resume_or_start,
     uptrain_checkpoint,
 )
 
@@ -40,7 +40,7 @@ def request_(model, tmp_path):
 
 def resume(request):
     """The name of the checkpoint to continue from."""
-    checkpoint = resume_or_start(request, open_checkpoint(request.model))
+    checkpoint = prepare_training_folder(request, open_checkpoint(request.model))
     return None if checkpoint is None else checkpoint.name
 
 

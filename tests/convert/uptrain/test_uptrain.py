@@ -23,7 +23,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain import uptraining
-from kvfold.convert.uptrain.trainer import training_arguments
+from kvfold.convert.uptrain.trainer import make_training_arguments
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import STATE, uptrain_checkpoint
 
@@ -281,11 +281,11 @@ def test_what_is_written_is_the_best_state_even_that_before_training(
 def test_arguments_for_the_trainer(options, expected, monkeypatch):
     given = {"batch_tokens": 8192, "device": "cpu", **options}
     request = UptrainRequest(model="m", out="o", text="t", **given)
-    arguments = training_arguments(request, 256, torch.float32)
+    arguments = make_training_arguments(request, 256, torch.float32)
     assert {name: getattr(arguments, name) for name in expected} == pytest.approx(expected)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match=r"--batch-tokens: .* among 3"):
-        training_arguments(request, 256, torch.float32)
+        make_training_arguments(request, 256, torch.float32)
 
 
 @pytest.mark.slow

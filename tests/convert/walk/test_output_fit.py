@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.walks import LAYERS, Case
 
-from kvfold.attention.drift.compare import squares
+from kvfold.attention.drift.compare import sum_squares
 from kvfold.convert.transforms.weights import AttentionWeights
-from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output
+from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output_projection
 
 
 def named(layer, weights):
@@ -45,7 +45,7 @@ def weights_of(case, layer=0):
 def test_a_layer_makes_up_for_its_own_values(case, step):
     source = weights_of(case)
     other = replace(source, v=source.v * 1.5)
-    fitted = refit_output(step, other, UNCHANGED)
+    fitted = refit_output_projection(step, other, UNCHANGED)
     assert step.error(fitted) < 0.2 * step.error(other)
 
 
@@ -60,17 +60,17 @@ def test_a_layer_makes_up_for_those_before_it(case):
         next(steps).advance(named(0, replace(broken, v=broken.v + noise)))
         step = next(steps)
         source = weights_of(case, 1)
-        fitted = refit_output(step, source, UNCHANGED) if fits else source
+        fitted = refit_output_projection(step, source, UNCHANGED) if fits else source
         assert torch.equal(fitted.v, source.v)
         step.advance(named(1, fitted))
         states = [output.states for output in step.teacher.outputs]
-        left[fits] = sum(map(squares, map(torch.sub, states, step.held_out)))
+        left[fits] = sum(map(sum_squares, map(torch.sub, states, step.held_out)))
     assert left[True] < left[False]
 
 
 def test_an_exact_layer_stays_as_it_is(case, step):
     source = weights_of(case)
-    fitted = refit_output(step, source, UNCHANGED)
+    fitted = refit_output_projection(step, source, UNCHANGED)
     torch.testing.assert_close(fitted.o, source.o, rtol=1e-4, atol=1e-5)
 
 
@@ -79,12 +79,12 @@ def test_what_does_not_help_held_out_sequences_is_not_kept(case, step):
         chunk.flip(0) for chunk in step.teacher.calibration
     ]  # the targets are those of other sequences
     source = weights_of(case)
-    assert refit_output(step, source, UNCHANGED) is source
+    assert refit_output_projection(step, source, UNCHANGED) is source
 
 
 def test_a_normed_output_is_left_alone(case, step):
     source = weights_of(case)
-    assert refit_output(step, source, AttentionUpdate(norm="norm")) is source
+    assert refit_output_projection(step, source, AttentionUpdate(norm="norm")) is source
 
 
 def test_massive_tokens_of_the_student_alone_do_not_rule(case, step):
@@ -95,7 +95,7 @@ def test_massive_tokens_of_the_student_alone_do_not_rule(case, step):
         for chunk in hidden:
             chunk[:, -1] *= 1000  # the last token: no other attends to it
     source = weights_of(case)
-    fitted = refit_output(step, replace(source, v=source.v * 1.5), UNCHANGED)
+    fitted = refit_output_projection(step, replace(source, v=source.v * 1.5), UNCHANGED)
     left = fitted.o.flatten(1)
     right = source.o.flatten(1) / 1.5
     assert (left - right).norm() < 0.25 * right.norm()  # 0.5 before the fit
