@@ -88,7 +88,7 @@ def tokenized_once() -> Iterator[None]:
     """
     from kvfold.convert.text import windows
 
-    tokenize = windows.tokenize
+    tokenize = windows.tokenize_documents
     made = {}
 
     def remembered(tokenizer: Any, prefix: list[int], documents: Iterable[Any]) -> list[Any]:
@@ -99,7 +99,7 @@ def tokenized_once() -> Iterator[None]:
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "tokenize", remembered)
+        patch.setattr(windows, "tokenize_documents", remembered)
         yield
 
 

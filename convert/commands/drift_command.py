@@ -22,7 +22,7 @@ from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import DriftRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -53,7 +53,7 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     predictions.
     """
     check_files(json_file, report)
-    check_sources(filter(None, [request.text]), "text")
+    check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
     check_models_open(request.model, request.out)

@@ -8,7 +8,7 @@ from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import check_files, json_option, print_result, request_options
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import EvalRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.eval import Evaluation
@@ -26,7 +26,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
     check_files(json_file)
-    check_sources(filter(None, [request.text]), "text")
+    check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
     check_models_open(request.model, request.out)

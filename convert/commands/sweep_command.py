@@ -21,7 +21,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.sweep_targets import parse_targets
 from kvfold.convert.request import SweepRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.sweep import Sweep
@@ -60,7 +60,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     check_files(json_file, report)
     if request.out is not None:
         check_output_path(request.out, overwrite=None, model=request.model)
-    check_sources(request.calibration)
+    check_text_sources(request.calibration)
     parse_targets(request.targets)
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)

@@ -15,7 +15,7 @@ from kvfold.convert.console import (
     request_options,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_text_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 
@@ -31,7 +31,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """
     check_files(json_file)
     check_output_path(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources([request.text], "text")
+    check_text_sources([request.text], "text")
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_models_open(*filter(None, [request.model, request.teacher]))

@@ -22,8 +22,8 @@ from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_progress_bars
-from kvfold.convert.text.corpus import calibration_texts
-from kvfold.convert.text.self_written import turns_of, write_sequences
+from kvfold.convert.text.corpus import choose_calibration_texts
+from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
@@ -58,7 +58,7 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
             steps = count_polish_steps(request.polish, request.length)
             further = max(0, steps * choose_batch_size(request.length) - request.samples)
         tokens = load_calibration(
-            calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
+            choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
             tokenizer,
             request.samples,
             request.length,
@@ -69,7 +69,7 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
             write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
             long_length=min(LONG_LENGTH, plan.geometry.positions),
         )
-        for sequences in (tokens.training, tokens.held_out, tokens.long):
+        for sequences in (tokens.training_sequences, tokens.held_out, tokens.long):
             check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
 
@@ -122,7 +122,7 @@ def _write_sequences(
     """
     request = plan.request
     saved = scratch / SELF_TEXT
-    turns = turns_of(tokenizer, plan.checkpoint.origin)
+    turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.length <= len(turns.start):
         rule = (
@@ -137,7 +137,7 @@ def _write_sequences(
     hide_progress_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
     with stages("text", count * (request.length - len(turns.start)), "token") as advance:
-        tokens = write_sequences(
+        tokens = sample_sequences(
             model.to(device).eval(), turns, count, request.length, request.seed, advance
         )
     with replace_file(saved) as new:

@@ -25,7 +25,7 @@ from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.options import collect_options, format_argv
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.signals import limit_resources
-from kvfold.convert.text.corpus import with_share
+from kvfold.convert.text.corpus import parse_text_share
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -140,7 +140,7 @@ def _format_reproducing_command(plan: Plan) -> str:
     given = {name: value for name, value in changed.items() if not specs[name].runs}
     # Files by their names alone: no path of this machine is in the card.
     given["calibration"] = tuple(
-        Path(text).name if Path(with_share(text)[0]).exists() else text
+        Path(text).name if Path(parse_text_share(text)[0]).exists() else text
         for text in plan.request.calibration
     )
     return f"kvfold convert {format_source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"

@@ -21,7 +21,7 @@ from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_pl
 from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.conversion.calibration import Calibration
@@ -46,7 +46,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request = replace(request, quiet=True)
         progress = None
     check_output_path(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources(request.calibration)
+    check_text_sources(request.calibration)
     if request.dry_run:
         return _plan_dry_run(request)
     stages = Stages(progress, request.quiet)

@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.writer import has_shard_header
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.errors import InputError, format_option
-from kvfold.convert.text.corpus import with_share
+from kvfold.convert.text.corpus import parse_text_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,10 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
     import torch
 
     request = plan.request
-    files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.calibration)]
+    files = [
+        *plan.checkpoint.states,
+        *(Path(parse_text_share(text)[0]) for text in request.calibration),
+    ]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
         **request.result_options(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.options import format_argv
 from kvfold.convert.request import EFFORTS, SELF
-from kvfold.convert.text.corpus import with_share
+from kvfold.convert.text.corpus import parse_text_share
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -70,7 +70,7 @@ def suggest_next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
         }
         given |= {"effort": "thorough", "overwrite": True}
         return ["kvfold", "convert", request.model, request.out, *format_argv(given)]
-    texts = [with_share(text)[0] for text in request.calibration]
+    texts = [parse_text_share(text)[0] for text in request.calibration]
     text = next((name for name in texts if name != SELF), "FILE")
     trained = ["kvfold", "uptrain", request.out, f"{request.out}-trained"]
     return [*trained, "--teacher", request.model, "--text", text, *format_argv(_UPTRAIN)]

@@ -15,9 +15,9 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.layer_io import layer_rotary, read_layer
+from kvfold.convert.families.layer_io import make_layer_rotary, read_attention_weights
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import rope_parameters
+from kvfold.convert.families.rotary import read_rope_parameters
 from kvfold.convert.methods.registry import (
     DEFAULT_OBJECTIVE,
     ConvertedLayer,
@@ -131,14 +131,14 @@ def fit_layer(
         )
     else:
         rank = compute_query_rank(model, spec)
-        norms = model.names.get(("attention_norm", index))
+        norms = model.names_by_role.get(("attention_norm", index))
         weights = read_source_layer(plan, index)
         layer = LatentLayer(
             index=index,
             weights=weights,
             channels=spec.channels,
             slots=plan.slots[index],
-            rotary=layer_rotary(model, index, "short"),
+            rotary=make_layer_rotary(model, index, "short"),
             context=positions,
             scale=model.layers[index].scale,
             query_channels=None if rank is None else rank - spec.constant,
@@ -170,7 +170,7 @@ def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:
         refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {info.file}")
         return tensor
 
-    return read_layer(plan.model, layer, read_tensor)
+    return read_attention_weights(plan.model, layer, read_tensor)
 
 
 def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
@@ -178,18 +178,18 @@ def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
     source's rotation.
     """
     try:
-        return layer_rotary(plan.model, layer, "short")
+        return make_layer_rotary(plan.model, layer, "short")
     except InputError:
         # Rope types whose frequencies depend on the text length (dynamic) are fitted as for short
         # texts.
         model = plan.model
         kind = model.layers[layer].type
-        table = {**rope_parameters(model.values, kind), "rope_type": "default"}
+        table = {**read_rope_parameters(model.values, kind), "rope_type": "default"}
         tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
         plain = Model(
             model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
         )
-        return layer_rotary(plain, layer)
+        return make_layer_rotary(plain, layer)
 
 
 def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
@@ -210,6 +210,6 @@ def make_attention_update(plan: Plan) -> "AttentionUpdate":
     """How the source's layers add their attention to the residual stream."""
     from kvfold.convert.walk.output_fit import AttentionUpdate
 
-    norms = plan.model.names.get(("attention_post_norm", 0))
+    norms = plan.model.names_by_role.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
     return AttentionUpdate(plan.model.block.residual_scale, norm)

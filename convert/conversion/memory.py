@@ -13,7 +13,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
-from kvfold.convert.text.corpus import calibration_texts
+from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.training.budget import (
     BLOCK_STEPS,
     LOGITS,
@@ -125,7 +125,7 @@ def source_writes_text(plan: Plan) -> bool:
     if not plan.request.calibrated:
         return False
     return SELF in dict(
-        calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
+        choose_calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
     )
 
 

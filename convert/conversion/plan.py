@@ -24,7 +24,7 @@ from kvfold.convert.checkpoint.members import (
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import Shard, assign_shards
 from kvfold.convert.errors import InputError, option_error
-from kvfold.convert.families.model import Geometry, Model, model_of
+from kvfold.convert.families.model import Model, ModelSizes, make_model
 from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import Method, find_method_without_text
 from kvfold.convert.request import ConvertRequest
@@ -73,7 +73,7 @@ class Plan:
     request: ConvertRequest
     checkpoint: Checkpoint
     model: Model
-    geometry: Geometry
+    geometry: ModelSizes
     output: OutputCheckpoint
     latent: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
@@ -102,8 +102,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     With a budget, the largest split stands in for all until one is chosen. Raises InputError if the
     tensors do not match config.json or the target is not possible.
     """
-    model = model_of(checkpoint.config, checkpoint.tensors)
-    problems = model.tensor_problems(checkpoint.tensors)
+    model = make_model(checkpoint.config, checkpoint.tensors)
+    problems = model.list_tensor_problems(checkpoint.tensors)
     if not problems:  # buffers beside weights and biases may hold whole numbers
         problems = [
             f"wrong dtype: {name} is {checkpoint.tensors[name].dtype}; it must be a float"
@@ -117,7 +117,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             " same model",
             problems,
         )
-    model.check_values()
+    model.check_config_values()
     request = request.resolve_length(model.geometry.positions)
     count = processes.world_size()
     if request.calibrated:
@@ -136,7 +136,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
 def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:
     """Plan an MLA conversion with the split ``spec``."""
     dtype = None if request.dtype == "auto" else request.dtype
-    reads = [model.attention_names(layer) for layer in range(model.geometry.layers)]
+    reads = [model.list_attention_tensors(layer) for layer in range(model.geometry.layers)]
     output: OutputCheckpoint
     if spec.layout == "kvfold":
         output = plan_own_mla(model, checkpoint, spec, dtype)
@@ -144,7 +144,7 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
         output = plan_stock_mla(model, checkpoint, spec, dtype)
         # It stores gate and up separately, so a tensor that combines both is split.
         for layer, names in enumerate(reads):
-            reads[layer] = names + model.names.get(("gate_up", layer), ())
+            reads[layer] = names + model.names_by_role.get(("gate_up", layer), ())
     return _build_plan(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
 
 
@@ -170,7 +170,7 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         output = plan_own_fold(model, checkpoint, kv_heads, dtype)
     else:
         output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
-    reads = [model.attention_names(layer, roles) for layer in range(model.geometry.layers)]
+    reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
     result = describe_fold(model, kv_heads)
     return _build_plan(request, checkpoint, model, output, reads, result, None)
 
@@ -218,7 +218,7 @@ def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
     dtype = names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     infos = {}
     end = 0
-    for tensor in model_of(config).tensors.values():
+    for tensor in make_model(config).tensors.values():
         start = end
         end = end + count_tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
@@ -256,14 +256,14 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     raise InputError(problems[0][0], problems[0][1:])
 
 
-def list_kv_heads(geometry: Geometry) -> list[int]:
+def list_kv_heads(geometry: ModelSizes) -> list[int]:
     """The numbers of key/value heads that a fold can produce: proper divisors of the current
     number, largest first.
     """
     return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
 
 
-def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
+def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> None:
     """Raise InputError unless the model can be folded to ``kv_heads`` key/value heads."""
     present = geometry.kv_heads
     possible = list_kv_heads(geometry)

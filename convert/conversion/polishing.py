@@ -52,7 +52,7 @@ def polish_checkpoint(
                 for index in range(plan.geometry.layers)
             ],
             tensors,
-            TrainingText(source, tokens.training),
+            TrainingText(source, tokens.training_sequences),
             held_out,
             steps,
             constant=constant,
@@ -82,7 +82,7 @@ def polish_checkpoint(
         "after": min(result.errors),
         "steps": result.steps,
         "kept": result.best_step,
-        "sequences": len(tokens.training),
+        "sequences": len(tokens.training_sequences),
         "curve": result.curve,
     }
 

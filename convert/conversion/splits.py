@@ -17,7 +17,7 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import convert_layer, open_walk, read_source_layer
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
-from kvfold.convert.families.layer_io import layer_rotary
+from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.transforms.head_norms import linearize_norms
 from kvfold.convert.transforms.latent import slots as rope_slots
@@ -110,7 +110,7 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Surve
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         weights = linearize_norms(read_source_layer(plan, index), statistics)
-        rotary = layer_rotary(plan.model, index, "short")
+        rotary = make_layer_rotary(plan.model, index, "short")
         survey.layers.append(
             rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
         )
@@ -129,7 +129,7 @@ def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots
     spec = plan.latent
     assert spec is not None
     thetas = [
-        layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
+        make_layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
     ]
     first = next((theta for theta in thetas if theta.numel()), None)
     if first is None:

@@ -22,7 +22,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.errors import escape_text
 from kvfold.convert.formatting import format_bytes, format_duration
-from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
+from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
 from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def summarize_plan(plan: Plan) -> str:
         ("tensors", f"{copied} copied, {computed} computed, in {len(plan.shards)} files"),
     ]
     if request.calibrated:
-        texts = calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
+        texts = choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
         names = " + ".join(name or BUILT_IN for name, _ in texts)
         rows.append(("text", f"{request.samples} x {request.length} tokens of {names}"))
     if request.refine:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import Family, parse_family, read_table
+from kvfold.convert.families.schema import Family, build_family, read_family_table
 from kvfold.convert.families.values import TYPES
 
 
 @dataclass(frozen=True)
-class Wrapper:
+class MultimodalWrapper:
     """A model type that wraps a language model: its class, and the default type of the language
     model.
 
@@ -31,7 +31,7 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
-class WrappedNames:
+class WrapperPrefixes:
     """The prefixes in a wrapper's files that replace ``model.`` and ``lm_head.`` of a plain
     language model.
     """
@@ -39,7 +39,7 @@ class WrappedNames:
     tower: str
     head: str
 
-    def wrapped(self, name: str) -> str:
+    def to_wrapped_name(self, name: str) -> str:
         """Convert a tensor name of a plain language model to the name in the wrapper's files."""
         for old, new in (("model.", self.tower), ("lm_head.", self.head)):
             if name.startswith(old):
@@ -49,20 +49,22 @@ class WrappedNames:
 
 _FOLDER = Path(__file__).parent
 _FILE = json.loads((_FOLDER / "wrappers.json").read_text(encoding="utf-8"))
-WRAPPERS = {name: Wrapper(**entry) for name, entry in _FILE["wrappers"].items()}
+WRAPPERS = {name: MultimodalWrapper(**entry) for name, entry in _FILE["wrappers"].items()}
 # A wrapper's config leaves out what is the default of the language model's class (transformers
 # 5.23.0).
 DEFAULT_SIZES: dict[str, dict[str, int]] = _FILE["default_sizes"]
 # Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
-PLAIN_NAMES = WrappedNames("model.", "lm_head.")
-_WRAPPED_NAMES = WrappedNames("model.language_model.", "lm_head.")  # as transformers 5 writes them
-_OLDER_NAMES = WrappedNames("language_model.model.", "language_model.lm_head.")
+PLAIN_NAMES = WrapperPrefixes("model.", "lm_head.")
+_WRAPPED_NAMES = WrapperPrefixes(
+    "model.language_model.", "lm_head."
+)  # as transformers 5 writes them
+_OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
 _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 
 
-def text_type(config: Mapping[str, Any]) -> str | None:
+def find_text_type(config: Mapping[str, Any]) -> str | None:
     """The model type of the language model inside a wrapper, or None if ``config`` is a plain
     model.
     """
@@ -72,11 +74,11 @@ def text_type(config: Mapping[str, Any]) -> str | None:
     return str((config.get("text_config") or {}).get("model_type") or wrapper.text)
 
 
-def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def read_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The language model's config in a wrapper with tensors ``names``; missing sizes are the
     defaults of its class.
     """
-    model_type = text_type(config)
+    model_type = find_text_type(config)
     return {
         **DEFAULT_SIZES.get(model_type or "", {}),
         # before transformers 5 some wrappers held it flat
@@ -84,11 +86,11 @@ def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
         "model_type": model_type,
         "architectures": None,
         # wrappers say in different ways whether the head is the embedding: the files show it
-        "tie_word_embeddings": f"{names_in_files(names).head}weight" not in names,
+        "tie_word_embeddings": f"{find_wrapper_prefixes(names).head}weight" not in names,
     }
 
 
-def names_in_files(names: Collection[str]) -> WrappedNames:
+def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
     """The prefixes in files with tensors ``names``; by default those that transformers 5 writes."""
     for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, PLAIN_NAMES):
         if f"{spelling.tower}embed_tokens.weight" in names:
@@ -97,7 +99,7 @@ def names_in_files(names: Collection[str]) -> WrappedNames:
 
 
 @cache
-def supported() -> tuple[str, ...]:
+def list_supported_model_types() -> tuple[str, ...]:
     """The model types with a family file, sorted, without those that occur only inside wrappers."""
     names = {path.stem for path in _FOLDER.glob("*.json")}
     return tuple(sorted(names - {"wrappers", *INNER}))
@@ -110,7 +112,7 @@ def load_family(name: str) -> Family:
     Raises ``ValueError`` with file, place and key if the file does not match the schema.
     """
     path = _FOLDER / f"{name}.json"
-    return parse_family(read_table(path), path.name)
+    return build_family(read_family_table(path), path.name)
 
 
 def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
@@ -124,16 +126,18 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
     return stated
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def find_family(config: Mapping[str, Any]) -> Family:
     """The family for the ``model_type`` of a decoded config.json; for a wrapper, the family of its
     language model.
 
     Raises ``InputError`` if the model is not supported.
     """
     model_type = str(config.get("model_type"))
-    inner = text_type(config)
-    if (inner or model_type) not in supported() and inner not in INNER:
-        raise InputError(f"config.json: model_type {model_type!r} is {_say_unsupported(config)}")
+    inner = find_text_type(config)
+    if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
+        raise InputError(
+            f"config.json: model_type {model_type!r} is {_explain_unsupported(config)}"
+        )
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]
     if inner is not None:
@@ -155,7 +159,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _say_unsupported(config: Mapping[str, Any]) -> str:
+def _explain_unsupported(config: Mapping[str, Any]) -> str:
     """The reason why the model type of ``config`` is not supported, and the way out."""
     if str(config.get("model_type")).startswith("kvfold_"):
         return (

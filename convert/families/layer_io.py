@@ -3,7 +3,7 @@
 
 Canonical weights are half-split (interleaved rotary dims are permuted on reading and back on
 writing) and keep the stored dtype. Reading and writing only move elements, so
-``write_layer(read_layer(...))`` reproduces the same bits.
+``make_stored_tensors(read_attention_weights(...))`` reproduces the same bits.
 """
 
 from collections.abc import Callable, Collection
@@ -15,57 +15,61 @@ from torch import Tensor
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import ContextRange
-from kvfold.convert.families.schema import ROLES, Attention, Norm, Role
-from kvfold.convert.families.values import evaluate
+from kvfold.convert.families.schema import ROLES, AttentionSchema, QueryKeyNorm, Role
+from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
 Read = Callable[[str], Tensor]
 
 
-def layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
+def make_layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
     """The rotary embedding of ``layer``, empty if it does not rotate. ``context`` is as in
-    ``Model.frequencies``.
+    ``Model.compute_frequencies``.
     """
-    theta, amplitude = model.frequencies(layer, context)
+    theta, amplitude = model.compute_frequencies(layer, context)
     return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)
 
 
-def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
+def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWeights:
     """The attention weights of ``layer`` in their stored dtype. ``read`` returns a tensor of the
     checkpoint by name.
     """
     size = model.geometry
     attention = model.family.attention
-    module = attention.module_of(layer)
+    module = attention.format_module_name(layer)
 
-    def load(name: str) -> Tensor:
-        return _transpose(attention, read(f"{module}.{name}"))
+    def load_transposed(name: str) -> Tensor:
+        return _transpose_conv1d(attention, read(f"{module}.{name}"))
 
-    output = load(f"{attention.o}.weight")
+    output = load_transposed(f"{attention.o}.weight")
     tensors: dict[str, Any] = {"o": output.reshape(size.model_dim, size.heads, size.head_dim)}
     heads = (-1, size.head_dim)
     kinds = {"weight": "", "bias": "_bias"} if "q" in model.biased else {"weight": ""}
     for kind, suffix in kinds.items():
         if attention.qkv is None:
             names = (attention.q, attention.k, attention.v)
-            rows = [torch.unflatten(load(f"{name}.{kind}"), 0, heads) for name in names]
+            rows = [torch.unflatten(load_transposed(f"{name}.{kind}"), 0, heads) for name in names]
         else:
-            fused = torch.unflatten(load(f"{attention.qkv}.{kind}"), 0, heads)
-            rows = _split_heads(attention, fused, size.kv_heads)
+            fused = torch.unflatten(load_transposed(f"{attention.qkv}.{kind}"), 0, heads)
+            rows = _split_fused_heads(attention, fused, size.kv_heads)
         tensors |= {f"{role}{suffix}": part for role, part in zip("qkv", rows, strict=True)}
     if "o" in model.biased:
-        tensors["o_bias"] = load(f"{attention.o}.bias")
+        tensors["o_bias"] = load_transposed(f"{attention.o}.bias")
     if attention.sinks is not None:
-        tensors["sinks"] = load(attention.sinks)
+        tensors["sinks"] = load_transposed(attention.sinks)
     norm = model.qk_norm
     if norm is not None:
-        eps = float(evaluate(norm.eps, model.values))
-        tensors["q_norm"] = _read_norm(norm, "q", eps, (size.heads, size.head_dim), load)
-        tensors["k_norm"] = _read_norm(norm, "k", eps, (size.kv_heads, size.head_dim), load)
-    return _reorder_rotary(model, AttentionWeights(**tensors), (-1, 2))
+        eps = float(evaluate_expression(norm.eps, model.values))
+        tensors["q_norm"] = _read_head_norm(
+            norm, "q", eps, (size.heads, size.head_dim), load_transposed
+        )
+        tensors["k_norm"] = _read_head_norm(
+            norm, "k", eps, (size.kv_heads, size.head_dim), load_transposed
+        )
+    return _reorder_rotary_dims(model, AttentionWeights(**tensors), (-1, 2))
 
 
-def write_layer(
+def make_stored_tensors(
     model: Model, layer: int, weights: AttentionWeights, roles: Collection[Role] = ROLES
 ) -> dict[str, Tensor]:
     """The stored tensors for ``roles`` of ``layer``, by name; each is contiguous and keeps its
@@ -76,31 +80,33 @@ def write_layer(
     store a norm of ``weights``.
     """
     attention = model.family.attention
-    stored = _reorder_rotary(model, weights, (2, -1))
+    stored = _reorder_rotary_dims(model, weights, (2, -1))
     tensors: dict[str, Tensor | None] = {
-        **_join_heads(attention, "weight", stored.q, stored.k, stored.v),
+        **_join_projection_heads(attention, "weight", stored.q, stored.k, stored.v),
         f"{attention.o}.weight": stored.o.flatten(1),
         f"{attention.o}.bias": stored.o_bias,
     }
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
-        tensors |= _join_heads(attention, "bias", stored.q_bias, stored.k_bias, stored.v_bias)
+        tensors |= _join_projection_heads(
+            attention, "bias", stored.q_bias, stored.k_bias, stored.v_bias
+        )
     if attention.sinks is not None:
         tensors[attention.sinks] = stored.sinks
     norm = model.qk_norm
     # The values of a norm that is not written may not have been read.
     if norm is not None and stored.q_norm is not None and "q" in roles:
-        tensors |= _write_norm(norm, "q", stored.q_norm)
+        tensors |= _make_norm_tensors(norm, "q", stored.q_norm)
     if norm is not None and stored.k_norm is not None and "k" in roles:
-        tensors |= _write_norm(norm, "k", stored.k_norm)
+        tensors |= _make_norm_tensors(norm, "k", stored.k_norm)
     result = {}
     for suffix, tensor in tensors.items():
-        name = f"{attention.module_of(layer)}.{suffix}"
+        name = f"{attention.format_module_name(layer)}.{suffix}"
         if tensor is not None and not set(roles).isdisjoint(model.tensors[name].roles):
-            result[name] = _transpose(attention, tensor).contiguous()
+            result[name] = _transpose_conv1d(attention, tensor).contiguous()
     return result
 
 
-def _split_heads(attention: Attention, fused: Tensor, kv_heads: int) -> list[Tensor]:
+def _split_fused_heads(attention: AttentionSchema, fused: Tensor, kv_heads: int) -> list[Tensor]:
     """The heads of queries, keys and values in ``fused [H + 2 G, ...]``."""
     if attention.layout == "per_group":
         # Each group lies together (GPT-NeoX, Falcon): its queries, then its key, then its value.
@@ -109,8 +115,8 @@ def _split_heads(attention: Attention, fused: Tensor, kv_heads: int) -> list[Ten
     return list(torch.split(fused, [len(fused) - 2 * kv_heads, kv_heads, kv_heads]))
 
 
-def _join_heads(
-    attention: Attention, kind: str, q: Tensor, k: Tensor, v: Tensor
+def _join_projection_heads(
+    attention: AttentionSchema, kind: str, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Tensor]:
     """The stored tensors for the heads of queries, keys and values, by name in the module."""
     if attention.qkv is None:
@@ -123,23 +129,25 @@ def _join_heads(
     return {f"{attention.qkv}.{kind}": fused.flatten(0, 1)}
 
 
-def _transpose(attention: Attention, tensor: Tensor) -> Tensor:
+def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
     # The Conv1D of GPT-2 stores [inputs, outputs].
     return tensor.T if attention.transposed and tensor.dim() == 2 else tensor
 
 
-def _read_norm(norm: Norm, role: Role, eps: float, shape: tuple[int, int], load: Read) -> HeadNorm:
+def _read_head_norm(
+    norm: QueryKeyNorm, role: Role, eps: float, shape: tuple[int, int], load: Read
+) -> HeadNorm:
     heads, dim = shape
 
-    def rows(kind: str) -> Tensor:
-        stored = [load(f"{name}.{kind}").flatten() for name in norm.modules(role, heads)]
+    def read_norm_rows(kind: str) -> Tensor:
+        stored = [load(f"{name}.{kind}").flatten() for name in norm.list_module_names(role, heads)]
         different = torch.cat(stored).view(-1, dim)
         return different.repeat(heads // len(different), 1)
 
     return HeadNorm(
         kind=norm.kind,
-        weight=rows("weight"),
-        bias=rows("bias") if norm.bias else None,
+        weight=read_norm_rows("weight"),
+        bias=read_norm_rows("bias") if norm.bias else None,
         eps=eps,
         offset=norm.offset,
         extent="flat" if norm.extent == "flat" else "head",
@@ -148,7 +156,7 @@ def _read_norm(norm: Norm, role: Role, eps: float, shape: tuple[int, int], load:
     )
 
 
-def _write_norm(norm: Norm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
+def _make_norm_tensors(norm: QueryKeyNorm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
     tensors = {}
     for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
         if rows is None:
@@ -158,13 +166,13 @@ def _write_norm(norm: Norm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor
         if norm.extent == "shared" and not torch.equal(rows, rows[:1].expand_as(rows)):
             raise ValueError(f"the {role} norm is stored once for all heads, but its rows differ")
         stored = {"shared": rows[:1], "flat": rows.view(1, -1), "head": rows[None]}
-        names = norm.modules(role, len(rows))
+        names = norm.list_module_names(role, len(rows))
         for name, tensor in zip(names, stored.get(norm.extent, rows), strict=True):
             tensors[f"{name}.{kind}"] = tensor
     return tensors
 
 
-def _reorder_rotary(
+def _reorder_rotary_dims(
     model: Model, weights: AttentionWeights, pairs: tuple[int, int]
 ) -> AttentionWeights:
     """Switch the rotary dims of q and k to the other order; a no-op if the family stores them

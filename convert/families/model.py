@@ -14,25 +14,33 @@ from typing import Any
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
     WRAPPERS,
-    family_of,
-    names_in_files,
-    text_config,
-    text_type,
+    find_family,
+    find_text_type,
+    find_wrapper_prefixes,
+    read_text_config,
 )
 from kvfold.convert.families.rotary import (
     ContextRange,
     Frequencies,
-    frequencies,
-    read_number,
-    rope_parameters,
-    rotary_dims,
+    compute_frequencies,
+    count_rotary_dims,
+    read_positive_number,
+    read_rope_parameters,
 )
-from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Expression, Family, Role
-from kvfold.convert.families.values import Values, evaluate, is_number
+from kvfold.convert.families.schema import (
+    ABSENT,
+    ROLES,
+    BlockRole,
+    BlockSchema,
+    Expression,
+    Family,
+    Role,
+)
+from kvfold.convert.families.values import ConfigValues, evaluate_expression, is_finite_number
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelSizes:
     """The sizes of a model: layers, query heads H, key/value heads G, head dim D, width E, and
     rotary dims per head.
     """
@@ -76,7 +84,7 @@ class AttentionLayer:
 _MOST_LISTED = 4096
 
 
-def _check_count(what: str, count: int) -> int:
+def _check_count_limit(what: str, count: int) -> int:
     if count > _MOST_LISTED:
         raise InputError(
             f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that config.json"
@@ -85,25 +93,27 @@ def _check_count(what: str, count: int) -> int:
     return count
 
 
-def _read_geometry(values: Values) -> Geometry:
+def _read_model_sizes(values: ConfigValues) -> ModelSizes:
     """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query
     heads.
     """
     sizes = values.family.sizes
-    heads = evaluate(sizes.heads, values)
-    kv_heads = int(evaluate(sizes.kv_heads or sizes.own_kv_heads or sizes.heads, values))
+    heads = evaluate_expression(sizes.heads, values)
+    kv_heads = int(evaluate_expression(sizes.kv_heads or sizes.own_kv_heads or sizes.heads, values))
     if heads % kv_heads:
         raise InputError(
             f"config.json: {sizes.kv_heads or 'key/value heads'} is {kv_heads}, but it must divide"
             f" the {heads} query heads"
         )
     numbers = {
-        item.name: evaluate(getattr(sizes, item.name), values)
-        for item in fields(Geometry)
+        item.name: evaluate_expression(getattr(sizes, item.name), values)
+        for item in fields(ModelSizes)
         if item.name not in ("heads", "kv_heads", "rotary_dims")
     }
-    _check_count("the number of layers", numbers["layers"])
-    return Geometry(heads=heads, kv_heads=kv_heads, rotary_dims=rotary_dims(values), **numbers)
+    _check_count_limit("the number of layers", numbers["layers"])
+    return ModelSizes(
+        heads=heads, kv_heads=kv_heads, rotary_dims=count_rotary_dims(values), **numbers
+    )
 
 
 @dataclass(frozen=True)
@@ -138,29 +148,29 @@ class Model:
         self.family = family
         self.config = config
         self.tower = tower
-        self.values = Values(family, config)
-        self.geometry = _read_geometry(self.values)
+        self.values = ConfigValues(family, config)
+        self.geometry = _read_model_sizes(self.values)
         attention = family.attention
         self.biased: tuple[Role, ...] = ()
-        if evaluate(attention.qkv_bias, self.values):
+        if evaluate_expression(attention.qkv_bias, self.values):
             self.biased += ("q", "k", "v")
-        if evaluate(attention.o_bias, self.values):
+        if evaluate_expression(attention.o_bias, self.values):
             self.biased += ("o",)
         self.qk_norm = attention.norm
-        if attention.norm is not None and not evaluate(attention.norm.when, self.values):
+        if attention.norm is not None and not evaluate_expression(attention.norm.when, self.values):
             self.qk_norm = None
 
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The attention of each layer. Raises ``InputError`` if a scale is not above 0."""
-        return tuple(self._read_layer(index) for index in range(self.geometry.layers))
+        return tuple(self._read_attention_layer(index) for index in range(self.geometry.layers))
 
     @cached_property
-    def block(self) -> Block:
+    def block(self) -> BlockSchema:
         """The norms and MLP around the attention."""
         block = self.family.block
         values = {
-            item.name: evaluate(getattr(block, item.name), self.values)
+            item.name: evaluate_expression(getattr(block, item.name), self.values)
             for item in fields(block)
             if item.type is Expression and item.name != "sparse"
         }
@@ -169,28 +179,28 @@ class Model:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors in a checkpoint with this config, by their names in the files."""
-        layers = [self._layer_values(index) for index in range(self.geometry.layers)]
+        layers = [self._scope_values_to_layer(index) for index in range(self.geometry.layers)]
         tensors: dict[str, StoredTensor] = {}
         for role, spec in self.family.tensors.items():
             for scope in layers if "{layer}" in spec.name else [self.values]:
-                if not evaluate(spec.when, scope):
+                if not evaluate_expression(spec.when, scope):
                     continue
                 layer = scope.names.get("layer")
                 name = spec.name.replace("{layer}", str(layer))
-                shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
-                count = 1 if spec.each is None else int(evaluate(spec.each, scope))
-                for expert in range(_check_count("the number of experts", count)):
+                shape = tuple(int(evaluate_expression(size, scope)) for size in spec.shape)
+                count = 1 if spec.each is None else int(evaluate_expression(spec.each, scope))
+                for expert in range(_check_count_limit("the number of experts", count)):
                     expert_name = name.replace("{expert}", str(expert))
                     tensors[expert_name] = StoredTensor(expert_name, (role,), layer, shape)
         for layer in range(self.geometry.layers):
-            module = self.family.attention.module_of(layer)
-            for suffix, roles, shape in self._attention_shapes():
+            module = self.family.attention.format_module_name(layer)
+            for suffix, roles, shape in self._list_attention_shapes():
                 name = f"{module}.{suffix}"
                 tensors[name] = StoredTensor(name, roles, layer, shape)
         return tensors
 
     @cached_property
-    def names(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
+    def names_by_role(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
         """The tensor names by (role, layer); the layer is None for tensors outside the layers.
 
         Outside the attention, a role has one name, or one name per expert; a role that this config
@@ -202,38 +212,42 @@ class Model:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
         return {key: tuple(same) for key, same in names.items()}
 
-    def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
+    def list_attention_tensors(
+        self, layer: int, roles: Collection[Role] = ROLES
+    ) -> tuple[str, ...]:
         """The names of the stored tensors for ``roles`` of ``layer``, without duplicates."""
-        names = [name for role in ROLES if role in roles for name in self.names[role, layer]]
+        names = [
+            name for role in ROLES if role in roles for name in self.names_by_role[role, layer]
+        ]
         return tuple(dict.fromkeys(names))
 
-    def frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
+    def compute_frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
         """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as
-        ``rotary.frequencies`` does.
+        ``rotary.compute_frequencies`` does.
         """
         how = self.layers[layer]
-        return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
+        return compute_frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
-    def as_stored(self, names: Collection[str]) -> "Model":
+    def with_stored_names(self, names: Collection[str]) -> "Model":
         """The model with tensor names as in ``names``; some files omit the family's prefix."""
         prefix = self.family.prefix
         if not names or any(name.startswith(prefix) for name in names):
             return self
-        family = self.family.renamed(lambda name: name.removeprefix(prefix))
+        family = self.family.rename_tensors(lambda name: name.removeprefix(prefix))
         return Model(family, self.config, self.tower)
 
-    def check_values(self) -> None:
+    def check_config_values(self) -> None:
         """Raise ``InputError`` if any value in the config has the wrong type, even if this model
         does not use it.
         """
         for name in self.family.config:
-            if self.values.find_key(name)[1] not in (None, ABSENT):
+            if self.values.find_config_key(name)[1] not in (None, ABSENT):
                 self.values[name]
         for layer_type in self.family.rotary.by_type:
-            rope_parameters(self.values, layer_type)
+            read_rope_parameters(self.values, layer_type)
         _ = self.layers
 
-    def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
+    def list_tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
         """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name),
         one line each.
         """
@@ -251,7 +265,7 @@ class Model:
         tolerated = "|".join(
             re.escape(item.name).replace(r"\{layer\}", r"\d+")
             for item in self.family.tolerated
-            if evaluate(item.when, self.values)
+            if evaluate_expression(item.when, self.values)
         )
         # The tensors of a wrapper outside its language model are copied whatever they are.
         tower = self.tower or ""
@@ -261,49 +275,49 @@ class Model:
                 problems.append(f"unknown: {name} {list(stored[name].shape)}")
         return problems
 
-    def _layer_values(self, index: int) -> Values:
+    def _scope_values_to_layer(self, index: int) -> ConfigValues:
         """The values plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for
         layer ``index``.
         """
         names: dict[str, Any] = {"layer": index}
         values = replace(self.values, names=names)
-        names["layer_type"] = kind = evaluate(self.family.attention.layer_type, values)
+        names["layer_type"] = kind = evaluate_expression(self.family.attention.layer_type, values)
         if kind not in (None, "full_attention", "sliding_attention"):
             raise InputError(
                 f"config.json: layer {index} has type {kind!r}, but model_type"
                 f" {self.family.model_type!r} is supported only with 'full_attention' and"
                 " 'sliding_attention'"
             )
-        names["sparse"] = bool(evaluate(self.family.block.sparse, values))
+        names["sparse"] = bool(evaluate_expression(self.family.block.sparse, values))
         return values
 
-    def _read_layer(self, index: int) -> AttentionLayer:
-        values = self._layer_values(index)
+    def _read_attention_layer(self, index: int) -> AttentionLayer:
+        values = self._scope_values_to_layer(index)
         rotary = self.family.rotary
         attention = self.family.attention
-        scale = evaluate(attention.scale, values)
-        if not is_number(scale) or scale <= 0:
+        scale = evaluate_expression(attention.scale, values)
+        if not is_finite_number(scale) or scale <= 0:
             raise InputError(
                 f"config.json: the attention scale ({attention.scale}) must be above 0, not"
                 f" {scale!r}"
             )
         growth = 0.0
         if rotary.query_growth is not None:
-            table = rope_parameters(values, values["layer_type"])
+            table = read_rope_parameters(values, values["layer_type"])
             if table.get(rotary.query_growth):
-                growth = read_number(table, rotary.query_growth)
+                growth = read_positive_number(table, rotary.query_growth)
         names = ("window", "softcap", "clip", "alibi")
         return AttentionLayer(
             index=index,
             type=values["layer_type"],
             scale=float(scale),
-            rotates=bool(evaluate(rotary.rotates, values)),
+            rotates=bool(evaluate_expression(rotary.rotates, values)),
             sparse=values["sparse"],
             growth=growth,
-            **{name: evaluate(getattr(attention, name), values) for name in names},
+            **{name: evaluate_expression(getattr(attention, name), values) for name in names},
         )
 
-    def _attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:
+    def _list_attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:
         """Yield name in the module, roles and shape of a layer's attention tensors: weights and
         biases of projections, sinks, query and key norms.
         """
@@ -333,28 +347,28 @@ class Model:
         sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))
         for role, heads in sides:
             extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
-            for name in norm.modules(role, heads):
+            for name in norm.list_module_names(role, heads):
                 for kind in ("weight", "bias") if norm.bias else ("weight",):
                     yield f"{name}.{kind}", (role,), extents.get(norm.extent, (size.head_dim,))
 
 
-def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
+def make_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     """The model for a decoded config.json; for a wrapper, its language model. ``names`` are the
     tensors in the files.
 
     ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises
     ``InputError`` if the family is not supported.
     """
-    family = family_of(config)
-    if text_type(config) is None:
-        return Model(family, config).as_stored(names)
-    prefixes = names_in_files(names)
+    family = find_family(config)
+    if find_text_type(config) is None:
+        return Model(family, config).with_stored_names(names)
+    prefixes = find_wrapper_prefixes(names)
     kind = config["model_type"]
     # The language model goes by the wrapper's name in messages and cards.
     family = replace(
-        family.renamed(prefixes.wrapped),
+        family.rename_tensors(prefixes.to_wrapped_name),
         model_type=kind,
         architecture=WRAPPERS[kind].architecture,
         also=(),
     )
-    return Model(family, text_config(config, names), prefixes.tower)
+    return Model(family, read_text_config(config, names), prefixes.tower)

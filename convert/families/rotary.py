@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.values import Values, evaluate, is_number
+from kvfold.convert.families.values import ConfigValues, evaluate_expression, is_finite_number
 
 Table = Mapping[str, Any]
 ContextRange = Literal["short", "long"]
 Frequencies = tuple[list[float], float]  # of each pair in radians per position, and the amplitude
 
 
-def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, Any]:
+def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) -> dict[str, Any]:
     """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type``
     and ``rope_theta``.
 
@@ -36,8 +36,8 @@ def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, 
     config = values.config
     # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand
     # may have both.
-    new = _read_object(config, "rope_parameters")
-    old = _read_object(config, "rope_scaling")
+    new = _read_config_object(config, "rope_parameters")
+    old = _read_config_object(config, "rope_scaling")
     of_type = rotary.by_type.get(layer_type or "")
     if of_type is None:
         table = {**(old or new or rotary.table)}
@@ -46,10 +46,10 @@ def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, 
         if part is not None:
             table.setdefault("partial_rotary_factor", part)
     else:
-        table = {**_read_object(new, layer_type or ""), **(old if of_type.scaled else {})}
+        table = {**_read_config_object(new, layer_type or ""), **(old if of_type.scaled else {})}
         theta = (of_type.key and config.get(of_type.key)) or of_type.theta
     table.setdefault("rope_theta", theta)
-    read_number(table, "rope_theta")
+    read_positive_number(table, "rope_theta")
     kind = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
@@ -59,18 +59,18 @@ def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, 
         original = "original_max_position_embeddings"
         if (positions := config.get(original, rotary.original_positions)) is not None:
             table[original] = positions
-        table.setdefault(original, evaluate(values.family.sizes.positions, values))
+        table.setdefault(original, evaluate_expression(values.family.sizes.positions, values))
     return table
 
 
-def _read_object(table: Table, key: str) -> Table:
+def _read_config_object(table: Table, key: str) -> Table:
     value = table.get(key) or {}
     if not isinstance(value, Mapping):
         raise InputError(f"config.json: {key} must be an object or null, not {value!r}")
     return value
 
 
-def older_rope_keys(config: Table) -> dict[str, Any]:
+def make_older_rope_keys(config: Table) -> dict[str, Any]:
     """The keys to add to ``config`` for readers that do not support the ``rope_parameters`` of
     transformers 5.
 
@@ -91,32 +91,32 @@ def older_rope_keys(config: Table) -> dict[str, Any]:
     return keys
 
 
-def read_number(table: Table, key: str) -> float:
+def read_positive_number(table: Table, key: str) -> float:
     """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
     value: Any = table.get(key)
-    if not is_number(value) or value <= 0:
+    if not is_finite_number(value) or value <= 0:
         raise InputError(
             f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}"
         )
     return float(value)
 
 
-def rotary_dims(values: Values) -> int:
+def count_rotary_dims(values: ConfigValues) -> int:
     """The number of rotary dims per head, the same in every layer that rotates; 0 without rotary
     embedding.
     """
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
-    if "layer" not in str(rotary.rotates) and not evaluate(rotary.rotates, values):
+    if "layer" not in str(rotary.rotates) and not evaluate_expression(rotary.rotates, values):
         return 0
-    head_dim: int = evaluate(values.family.sizes.head_dim, values)
-    table = rope_parameters(values)
+    head_dim: int = evaluate_expression(values.family.sizes.head_dim, values)
+    table = read_rope_parameters(values)
     dims = head_dim
     if rotary.dims is not None:
-        dims = int(evaluate(rotary.dims, values))
+        dims = int(evaluate_expression(rotary.dims, values))
     elif rotary.fraction is not None:
         table.setdefault("partial_rotary_factor", rotary.fraction)
-        dims = int(head_dim * read_number(table, "partial_rotary_factor"))
+        dims = int(head_dim * read_positive_number(table, "partial_rotary_factor"))
     if dims % 2 or not 0 < dims <= head_dim:
         raise InputError(
             f"config.json: a head has {dims} rotary dims, but the number must be even, above 0 and"
@@ -125,8 +125,8 @@ def rotary_dims(values: Values) -> int:
     return dims
 
 
-def frequencies(
-    values: Values, layer_type: str | None, context: ContextRange | None = None
+def compute_frequencies(
+    values: ConfigValues, layer_type: str | None, context: ContextRange | None = None
 ) -> Frequencies:
     """The rotary frequencies of a layer type, in radians per position, and the factor that scales
     queries and keys.
@@ -135,38 +135,42 @@ def frequencies(
     ``context`` must select one. Raises ``InputError`` for unknown rope types, types without fixed
     frequencies (dynamic) and invalid parameters.
     """
-    table = rope_parameters(values, layer_type)
-    dims = rotary_dims(values)
-    positions = evaluate(values.family.sizes.positions, values)
+    table = read_rope_parameters(values, layer_type)
+    dims = count_rotary_dims(values)
+    positions = evaluate_expression(values.family.sizes.positions, values)
     kind = table["rope_type"]
     try:
-        theta = [read_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
+        theta = [
+            read_positive_number(table, "rope_theta") ** (-pair / dims)
+            for pair in range(0, dims, 2)
+        ]
         match kind:
             case "default":
                 return theta, 1.0
             case "linear":
-                factor = read_number(table, "factor")
+                factor = read_positive_number(table, "factor")
                 return [angle / factor for angle in theta], 1.0
             case "llama3":
-                return _llama3(table, theta), 1.0
+                return _scale_frequencies_llama3(table, theta), 1.0
             case "yarn":
-                return _yarn(table, theta, positions)
+                return _scale_frequencies_yarn(table, theta, positions)
             case "longrope":
-                return _longrope(table, theta, positions, context)
+                return _scale_frequencies_longrope(table, theta, positions, context)
         raise ValueError("only default, linear, llama3, yarn and longrope are supported")
     # A quotient by 0, a number beyond float64, the logarithm of none.
     except (ArithmeticError, ValueError) as error:
         raise InputError(f"config.json: rope_type {kind!r} and its parameters: {error}") from None
 
 
-def _llama3(table: Table, theta: list[float]) -> list[float]:
+def _scale_frequencies_llama3(table: Table, theta: list[float]) -> list[float]:
     """Keep high frequencies, divide low ones by ``factor``, and blend those in between by their
     number of turns.
     """
     factor, low, high = (
-        read_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        read_positive_number(table, key)
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = read_number(table, "original_max_position_embeddings")
+    original = read_positive_number(table, "original_max_position_embeddings")
     scaled = []
     for angle in theta:
         turns = original * angle / (2 * math.pi)
@@ -175,13 +179,13 @@ def _llama3(table: Table, theta: list[float]) -> list[float]:
     return scaled
 
 
-def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
+def _scale_frequencies_yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly
     in between.
     """
     pairs = len(theta)
-    base = read_number(table, "rope_theta")
-    factor, original = _growth(table, positions)
+    base = read_positive_number(table, "rope_theta")
+    factor, original = _compute_context_growth(table, positions)
     # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
     low, high = (
         pairs * math.log(original / ((table.get(key) or turns) * 2 * math.pi)) / math.log(base)
@@ -198,17 +202,19 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
         angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)
     ]
     if table.get("attention_factor") is not None:
-        return scaled, read_number(table, "attention_factor")
+        return scaled, read_positive_number(table, "attention_factor")
     # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of
     # them on top.
     growth = 0.1 * math.log(max(factor, 1.0))
     if table.get("mscale") and table.get("mscale_all_dim"):
-        of_queries, of_all = (read_number(table, key) for key in ("mscale", "mscale_all_dim"))
+        of_queries, of_all = (
+            read_positive_number(table, key) for key in ("mscale", "mscale_all_dim")
+        )
         return scaled, (of_queries * growth + 1.0) / (of_all * growth + 1.0)
     return scaled, growth + 1.0
 
 
-def _longrope(
+def _scale_frequencies_longrope(
     table: Table, theta: list[float], positions: int, context: ContextRange | None
 ) -> Frequencies:
     """Divide each frequency by its factor in the config; short and long texts may have different
@@ -217,7 +223,7 @@ def _longrope(
     divisors = {}
     for name in ("short", "long"):
         factors: Any = table.get(f"{name}_factor")
-        numbers = isinstance(factors, list) and all(map(is_number, factors))
+        numbers = isinstance(factors, list) and all(map(is_finite_number, factors))
         if not numbers or len(factors) != len(theta):
             raise InputError(
                 f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary"
@@ -230,17 +236,17 @@ def _longrope(
             f" {table['original_max_position_embeddings']} tokens, but this conversion supports"
             " only one set; make short_factor and long_factor equal"
         )
-    factor, original = _growth(table, positions)
+    factor, original = _compute_context_growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if table.get("attention_factor") is not None:
-        amplitude = read_number(table, "attention_factor")
+        amplitude = read_positive_number(table, "attention_factor")
     chosen = zip(theta, divisors[context or "short"], strict=True)
     return [angle / divisor for angle, divisor in chosen], amplitude
 
 
-def _growth(table: Table, positions: int) -> tuple[float, float]:
+def _compute_context_growth(table: Table, positions: int) -> tuple[float, float]:
     """The ratio of the extended to the original context length, and the original length."""
-    original = read_number(table, "original_max_position_embeddings")
+    original = read_positive_number(table, "original_max_position_embeddings")
     if table.get("factor") is None:
         return positions / original, original
-    return read_number(table, "factor"), original
+    return read_positive_number(table, "factor"), original

@@ -64,8 +64,8 @@ BlockRole = Literal[
     "activation_negative",
     "activation_beta",
     "activation_eps",
-    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every
-    # token takes.
+    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that
+    # every token takes.
     "router",
     "router_bias",
     "expert_gate",
@@ -83,7 +83,7 @@ BlockRole = Literal[
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """A key in config.json with a value of ``type``; it is required unless it has ``default`` or
     ``otherwise``.
     """
@@ -97,8 +97,8 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Expressions for the fields of ``Geometry``.
+class SizeExpressions:
+    """Expressions for the fields of ``ModelSizes``.
 
     ``kv_heads`` is the config key that a conversion changes. It is None if the stock class has a
     fixed number of key/value heads, which a conversion cannot change: ``own_kv_heads``, or by
@@ -117,7 +117,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Norm:
+class QueryKeyNorm:
     """The norms on queries and keys. ``extent`` is the part of the heads that one stored tensor
     covers:
 
@@ -136,7 +136,7 @@ class Norm:
     when: Expression = True
     after_rotary: bool = False
 
-    def modules(self, role: Role, heads: int) -> list[str]:
+    def list_module_names(self, role: Role, heads: int) -> list[str]:
         """The module names of the query norm (``role`` q) or the key norm (k), relative to the
         attention module.
         """
@@ -147,7 +147,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSchema:
     """The attention of a layer. Names are relative to ``module``, which contains ``{layer}``.
 
     ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or
@@ -169,7 +169,7 @@ class Attention:
     k: str | None = None
     v: str | None = None
     qkv: str | None = None
-    norm: Norm | None = None
+    norm: QueryKeyNorm | None = None
     sinks: str | None = None
     layer_type: Expression = None
     window: Expression = None
@@ -181,13 +181,13 @@ class Attention:
     dropout: Expression = 0.0
     output_dropout: Expression = 0.0
 
-    def module_of(self, layer: int) -> str:
+    def format_module_name(self, layer: int) -> str:
         """The name of the attention module in ``layer``."""
         return self.module.replace("{layer}", str(layer))
 
 
 @dataclass(frozen=True)
-class RopeOfType:
+class LayerTypeRope:
     """The rotary embedding of a layer type: base, the base's older config key, and if
     ``rope_scaling`` applies.
     """
@@ -198,7 +198,7 @@ class RopeOfType:
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeSchema:
     """The rotary embedding. ``theta`` and ``fraction`` are class defaults; if ``fraction`` is null,
     whole heads rotate.
 
@@ -217,7 +217,7 @@ class Rope:
     fraction: float | None = None
     dims: Expression = None
     rotates: Expression = True
-    by_type: Mapping[str, RopeOfType] = field(default_factory=dict)
+    by_type: Mapping[str, LayerTypeRope] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     original_positions: int | None = None
     table: Mapping[str, Any] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSchema:
     """The parts of a decoder layer and of the model around the attention.
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x));
@@ -271,7 +271,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Tolerated:
+class IgnoredTensor:
     """A tensor that some published files contain but the class ignores."""
 
     name: str
@@ -291,13 +291,13 @@ class Family:
 
     model_type: str
     architecture: str
-    config: Mapping[str, Key]
-    sizes: Sizes
-    attention: Attention
-    rotary: Rope
-    block: Block
+    config: Mapping[str, ConfigKey]
+    sizes: SizeExpressions
+    attention: AttentionSchema
+    rotary: RopeSchema
+    block: BlockSchema
     tensors: Mapping[BlockRole, TensorSpec]
-    tolerated: tuple[Tolerated, ...]
+    tolerated: tuple[IgnoredTensor, ...]
     also: tuple[str, ...] = ()
     stem: str = ""
     prefix: str = ""
@@ -318,7 +318,7 @@ class Family:
             "AutoModelForCausalLM": self.architecture,
         }
 
-    def renamed(self, rename: Callable[[str], str]) -> "Family":
+    def rename_tensors(self, rename: Callable[[str], str]) -> "Family":
         """The same family with all tensor names changed by ``rename``."""
         return replace(
             self,
@@ -330,7 +330,7 @@ class Family:
         )
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def read_family_table(path: Path) -> dict[str, Any]:
     """Decode the family file at ``path`` and merge it with the file that it extends, which is in
     the same folder.
     """
@@ -339,7 +339,7 @@ def read_table(path: Path) -> dict[str, Any]:
         return table
     # Entries are replaced as a whole, one level deep: a key of config.json says in one place all
     # that holds for it.
-    merged = read_table(path.with_name(f"{table.pop('extends')}.json"))
+    merged = read_family_table(path.with_name(f"{table.pop('extends')}.json"))
     for key, value in table.items():
         if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping):
             entries = {**merged[key], **value}
@@ -348,26 +348,29 @@ def read_table(path: Path) -> dict[str, Any]:
     return merged
 
 
-def parse_family(table: Any, where: str) -> Family:
+def build_family(table: Any, where: str) -> Family:
     """Build a family from a merged family file. Raises ``ValueError`` starting with ``where``, with
     the place and the key, if a key is missing or unknown.
     """
-    family: Family = _build(Family, table, where)
+    family: Family = _build_section(Family, table, where)
     return family
 
 
-def _build(cls: Any, table: Mapping[str, Any], where: str) -> Any:
+def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
     # The dataclass is the schema: its fields are the known keys, those without a default are
     # required.
     hints = {item.name: item.type for item in fields(cls)}
-    values = {key: _value(hints.get(key), value, f"{where}: {key}") for key, value in table.items()}
+    values = {
+        key: _convert_field(hints.get(key), value, f"{where}: {key}")
+        for key, value in table.items()
+    }
     try:
         return cls(**values)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _convert_field(hint: Any, value: Any, where: str) -> Any:
     """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``,
     ``Mapping[str, Key]``).
     """
@@ -375,7 +378,12 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if section is None or value is None:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list):
-        return tuple(_build(section, entry, f"{where}: {at}") for at, entry in enumerate(value))
+        return tuple(
+            _build_section(section, entry, f"{where}: {at}") for at, entry in enumerate(value)
+        )
     if get_origin(hint) is Mapping:
-        return {name: _build(section, entry, f"{where}: {name}") for name, entry in value.items()}
-    return _build(section, value, where)
+        return {
+            name: _build_section(section, entry, f"{where}: {name}")
+            for name, entry in value.items()
+        }
+    return _build_section(section, value, where)

@@ -34,7 +34,7 @@ _ALLOWED = (
 )
 
 
-def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
+def evaluate_expression(expression: Any, scope: "ConfigValues | Mapping[str, Any]") -> Any:
     """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned
     unchanged.
 
@@ -44,9 +44,10 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
     """
     if not isinstance(expression, str):
         return expression
-    code = _compile(expression)
+    code = _compile_expression(expression)
     try:
-        # Safe: _compile lets neither calls nor attributes through, and there are no builtins.
+        # Safe: _compile_expression lets neither calls nor attributes through, and there are no
+        # builtins.
         return eval(code, {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
     except (ArithmeticError, TypeError) as error:
         raise InputError(
@@ -55,7 +56,7 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
 
 
 @cache  # unbounded: family files hold a few hundred
-def _compile(text: str) -> CodeType:
+def _compile_expression(text: str) -> CodeType:
     tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
@@ -65,7 +66,7 @@ def _compile(text: str) -> CodeType:
     return compile(tree, text, "eval")
 
 
-def is_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     """True if ``value`` is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -75,7 +76,7 @@ def is_number(value: Any) -> bool:
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, and the check
     "size": ("a positive whole number", lambda value: type(value) is int and value > 0),
     "count": ("a whole number, 0 or more", lambda value: type(value) is int and value >= 0),
-    "number": ("a number", is_number),
+    "number": ("a number", is_finite_number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a string", lambda value: isinstance(value, str)),
     "pattern": ("a whole number or a string", lambda value: type(value) in (int, str)),
@@ -91,7 +92,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, an
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class ConfigValues:
     """A config's values by their names in the family file, with defaults filled in, plus ``names``
     such as ``layer``.
 
@@ -105,7 +106,7 @@ class Values:
     # Shared by all copies with other names: the value of a key does not depend on the layer.
     _read: dict[str, Any] = field(default_factory=dict)
 
-    def find_key(self, name: str) -> tuple[str, Any]:
+    def find_config_key(self, name: str) -> tuple[str, Any]:
         """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config
         has no such key.
         """
@@ -125,12 +126,12 @@ class Values:
         if name in self.names:
             return self.names[name]
         if name not in self._read:
-            self._read[name] = self._read_key(name)
+            self._read[name] = self._read_config_value(name)
         return self._read[name]
 
-    def _read_key(self, name: str) -> Any:
+    def _read_config_value(self, name: str) -> Any:
         key = self.family.config[name]
-        spelling, value = self.find_key(name)
+        spelling, value = self.find_config_key(name)
         rule, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads
         # it as its default.
@@ -139,14 +140,16 @@ class Values:
         if value is None and key.nullable:
             return None
         if value in (ABSENT, None) and key.otherwise is not ABSENT:
-            return evaluate(key.otherwise, self)
+            return evaluate_expression(key.otherwise, self)
         if not fits(value):
             found = "missing" if value is ABSENT else repr(value)
             raise InputError(
                 f"config.json: {spelling} must be {rule} for model_type"
                 f" {self.family.model_type!r}, but it is {found}"
             )
-        if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
+        if key.per_layer and len(value) != (
+            layers := evaluate_expression(self.family.sizes.layers, self)
+        ):
             raise InputError(
                 f"config.json: {spelling} must have {layers} entries, one per layer, not"
                 f" {len(value)}"

@@ -310,7 +310,9 @@ def _synchronize_device(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset ``read_peak_memory``; without permission, it remains the peak since the process started."""
+    """Reset ``read_peak_memory``; without permission, it remains the peak since the process
+    started.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):

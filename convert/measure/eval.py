@@ -33,12 +33,12 @@ from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import hide_progress_bars, load_config, use_blockwise_attention
-from kvfold.convert.text.corpus import open_corpus, render
+from kvfold.convert.text.corpus import open_corpus, render_chat
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,
+    find_prefix_tokens,
     load_tokenizer,
-    prefix_tokens,
-    tokenize,
+    tokenize_documents,
 )
 
 # Names and words of one token in most tokenizers, also in those of code models; the sentence to
@@ -170,10 +170,10 @@ def draw_evaluation_inputs(
             rule = f"must be {_SHORTEST} to {context}, the positions supported by {source.origin}"
             raise option_error("lengths", length, rule)
     # A model that was trained with a BOS token in front loses much without it.
-    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
+    prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int64)
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
-    bodies, _ = corpus.documents(lengths[-1] * request.samples * _BYTES_PER_TOKEN)
-    text = torch.cat([prefix[:0], *tokenize(tokenizer, prefix.tolist(), bodies)])
+    bodies, _ = corpus.read_documents(lengths[-1] * request.samples * _BYTES_PER_TOKEN)
+    text = torch.cat([prefix[:0], *tokenize_documents(tokenizer, prefix.tolist(), bodies)])
     if not len(text):
         raise InputError(
             f"{corpus.name} contains no text to measure on; choose another with --text"
@@ -196,8 +196,8 @@ def draw_evaluation_inputs(
 def draw_needle_questions(
     tokenizer: Any, filler: Tensor, length: int, count: int, seed: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """``count`` questions of ``length`` tokens, as in `EvaluationInputs`, whose needles lie at depths
-    spread evenly over the text, which is a piece of ``filler [n]``.
+    """``count`` questions of ``length`` tokens, as in `EvaluationInputs`, whose needles lie at
+    depths spread evenly over the text, which is a piece of ``filler [n]``.
 
     Raises InputError if the tokenizer splits common words.
     """
@@ -212,7 +212,7 @@ def draw_needle_questions(
             f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer"
             f" has only {len(words)}; skip retrieval with --no-retrieval"
         )
-    prefix = prefix_tokens(tokenizer)
+    prefix = find_prefix_tokens(tokenizer)
     random = Random(seed)
     questions = []
     for index in range(count):
@@ -239,10 +239,10 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
     for prompt in prompts[:count]:
         prefix: list[int] = []
         if tokenizer.chat_template is None:
-            prefix = prefix_tokens(tokenizer)
+            prefix = find_prefix_tokens(tokenizer)
             text = f"{prompt}\n"
         else:
-            text = render(tokenizer, [{"role": "user", "content": prompt}], reply=True)
+            text = render_chat(tokenizer, [{"role": "user", "content": prompt}], reply=True)
         encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens.append(torch.tensor([*prefix, *encoded]))
     return tokens

@@ -16,13 +16,13 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_headers_only
 from kvfold.convert.conversion.plan import list_kv_heads
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
+    find_text_type,
     load_family,
     read_architectures,
-    text_config,
-    text_type,
+    read_text_config,
 )
-from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.families.rotary import rope_parameters
+from kvfold.convert.families.model import Model, make_model
+from kvfold.convert.families.rotary import read_rope_parameters
 from kvfold.convert.targets.engines import (
     EngineSupport,
     ServedModel,
@@ -160,12 +160,14 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
 def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     # A wrapper's language model may be latent.
-    language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
+    language = (
+        config if find_text_type(config) is None else read_text_config(config, checkpoint.tensors)
+    )
     if is_mla_config(language):
         return _inspect_stock_mla(checkpoint, language)
     if get_source_type(config) is not None:
         return _inspect_kvfold_result(checkpoint)
-    source = model_of(config, checkpoint.tensors)
+    source = make_model(config, checkpoint.tensors)
     _check_tensor_shapes(checkpoint, source)
     facts = _describe_model(checkpoint, source, describe_fold(source))
     not_mla = [] if needs_own_code(source) else list_stock_problems(source)
@@ -181,7 +183,9 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
     if kind not in SOURCES or not isinstance(block, Mapping):
         rule = f"is unknown to kvfold, or the object {BLOCK!r} is missing; convert the source again"
         raise InputError(f"config.json: model_type {config['model_type']!r} {rule}")
-    source = Model(load_family(kind), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
+    source = Model(load_family(kind), {**config, "model_type": kind}).with_stored_names(
+        checkpoint.tensors
+    )
     if "kv_rank" in block:
         rank, rope_dim = _read_whole_numbers(block, ("kv_rank", "rope_dim"))
         size = source.geometry
@@ -259,7 +263,7 @@ def _check_latent_shapes(
 
 
 def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
-    if problems := model.tensor_problems(checkpoint.tensors):
+    if problems := model.list_tensor_problems(checkpoint.tensors):
         raise InputError(_MISMATCH, problems)
 
 
@@ -272,7 +276,7 @@ def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -
     windows = [layer.window for layer in layers]
     rope = "none"
     if geometry.rotary_dims:
-        rope = rope_parameters(model.values, layers[0].type)["rope_type"]
+        rope = read_rope_parameters(model.values, layers[0].type)["rope_type"]
     facts = {
         "family": model.family.model_type,
         "attention": format_attention_label(geometry.heads, geometry.kv_heads)[:3],

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
-from kvfold.convert.text.windows import cut
+from kvfold.convert.text.tokenizer import find_prefix_tokens, tokenize_documents
+from kvfold.convert.text.windows import cut_windows
 
 
 @torch.no_grad()
@@ -30,8 +30,10 @@ def cut_token_windows(tokenizer: Any, text: str, windows: int, length: int) -> T
 
     Each window begins with the tokenizer's prefix (often a BOS token).
     """
-    prefix = prefix_tokens(tokenizer)
-    body = cut(list(tokenize(tokenizer, prefix, [text])), length - len(prefix), None)[:windows]
+    prefix = find_prefix_tokens(tokenizer)
+    body = cut_windows(
+        list(tokenize_documents(tokenizer, prefix, [text])), length - len(prefix), None
+    )[:windows]
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 

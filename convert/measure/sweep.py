@@ -43,7 +43,7 @@ from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import format_text_name, get_package_versions
 from kvfold.convert.conversion.splits import Survey, choose_split, survey_layers
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.formatting import format_duration
 from kvfold.convert.measure.sweep_targets import (
     format_target,
@@ -208,7 +208,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         closing(open_checkpoint(request.model)) as checkpoint,
         tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch,
     ):
-        model = model_of(checkpoint.config, checkpoint.tensors)
+        model = make_model(checkpoint.config, checkpoint.tensors)
         for options in named or propose_default_targets(model, request.layout):
             target = format_target(options)
             layout = request.layout if options["to"] == "mla" else None

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import older_rope_keys
-from kvfold.convert.families.values import evaluate
+from kvfold.convert.families.rotary import make_older_rope_keys
+from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.request import Layout
 from kvfold.convert.targets.mla.spec import (
     EXPERT_TYPE,
@@ -111,7 +111,7 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
     }
     result = []
     for name, engine in _ENGINES.items():
-        row = next(row for row in engine["answers"] if evaluate(row["when"], scope))
+        row = next(row for row in engine["answers"] if evaluate_expression(row["when"], scope))
         serves = row["answer"] != "no"
         cache = cached if serves else None
         how = row["note"].format(**scope)
@@ -133,7 +133,7 @@ def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
         family=model.family.model_type,
         wrapper=model.tower is not None,
         # A fold is written with the older keys that its source lacks.
-        older_rope=_has_older_rope({**model.config, **older_rope_keys(model.config)}),
+        older_rope=_has_older_rope({**model.config, **make_older_rope_keys(model.config)}),
     )
 
 

@@ -61,4 +61,4 @@ def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | Non
     """The safetensors dtype of the tensors that a transform computes: that of the first query
     projection, or ``dtype``.
     """
-    return choose_output_dtype(checkpoint.tensors[model.attention_names(0)[0]].dtype, dtype)
+    return choose_output_dtype(checkpoint.tensors[model.list_attention_tensors(0)[0]].dtype, dtype)

@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
-from kvfold.convert.families.values import evaluate
+from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_attention_shapes
 from kvfold.convert.targets.output_checkpoint import (
     OutputCheckpoint,
@@ -59,7 +59,7 @@ def plan_own_fold(
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies
     # describe the model.
-    frequencies, amplitude = source.frequencies(0)
+    frequencies, amplitude = source.compute_frequencies(0)
     clip = source.layers[0].clip
     facts = {
         "variant": "grouped",
@@ -71,7 +71,7 @@ def plan_own_fold(
         **({} if clip is None else {"clip": clip}),
     }
     target = make_grouped_model(source, kv_heads)
-    names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
+    names = tuple(target.list_attention_tensors(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
@@ -97,7 +97,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
         from kvfold.convert.targets.mla.encode import encode_own_mla  # needs torch, a plan does not
 
-        module = self.model.family.attention.module_of(layer)
+        module = self.model.family.attention.format_module_name(layer)
         return encode_own_mla(
             weights, list_attention_shapes(self.model, self.spec, module), self.spec
         )
@@ -118,7 +118,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
             facts["norm"] = {
                 "kind": norm.kind,
                 "flat": norm.extent == "flat",
-                "eps": float(evaluate(norm.eps, source.values)),
+                "eps": float(evaluate_expression(norm.eps, source.values)),
                 "offset": norm.offset,
             }
         config = build_own_config(source, self.checkpoint, facts, self.dtype, theta)
@@ -137,7 +137,7 @@ def plan_own_mla(
     `count_cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
     divisors = count_cached_divisors(source, spec)
-    modules = map(source.family.attention.module_of, range(source.geometry.layers))
+    modules = map(source.family.attention.format_module_name, range(source.geometry.layers))
     shapes = [list_attention_shapes(source, spec, module) for module in modules]
     return OwnMlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
@@ -182,8 +182,8 @@ def build_own_config(
         "model_dim": size.model_dim,
         "heads": size.heads,
         "head_dim": size.head_dim,
-        "attention_dropout": evaluate(family.attention.dropout, source.values),
-        "output_dropout": evaluate(family.attention.output_dropout, source.values),
+        "attention_dropout": evaluate_expression(family.attention.dropout, source.values),
+        "output_dropout": evaluate_expression(family.attention.output_dropout, source.values),
     }
     # Facts that all layers share stand once, so that configs of uniform models stay short.
     layers: list[dict[str, Any]] = [{} for _ in range(size.layers)]

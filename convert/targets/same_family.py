@@ -7,8 +7,8 @@ from typing import Any
 from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
-from kvfold.convert.families.model import Geometry, Model
-from kvfold.convert.families.rotary import older_rope_keys
+from kvfold.convert.families.model import Model, ModelSizes
+from kvfold.convert.families.rotary import make_older_rope_keys
 from kvfold.convert.families.schema import Role
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, choose_output_dtype
 
@@ -23,9 +23,9 @@ class FoldCheckpoint(OutputCheckpoint):
     roles: Collection[Role]
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
-        from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
+        from kvfold.convert.families.layer_io import make_stored_tensors  # needs torch
 
-        return write_layer(self.model, layer, weights, self.roles)
+        return make_stored_tensors(self.model, layer, weights, self.roles)
 
 
 def plan_stock_fold(
@@ -41,20 +41,22 @@ def plan_stock_fold(
     """
     key = source.family.sizes.kv_heads
     assert key is not None  # layout kvfold is for the families whose class does not share heads
-    changes: dict[str, Any] = {source.values.find_key(key)[0]: kv_heads}
+    changes: dict[str, Any] = {source.values.find_config_key(key)[0]: kv_heads}
     target = Model(source.family, {**source.config, **changes}, source.tower)
     # Only the keys that change are edited: other readers need the older spellings that a round trip
     # would drop.
     text = checkpoint.config.get("text_config")
     if source.tower is None:
         # mlx-lm and others read the rotary embedding only in the spelling of before transformers 5.
-        changes |= older_rope_keys(checkpoint.config)
+        changes |= make_older_rope_keys(checkpoint.config)
     elif text:  # some wrappers were flat before transformers 5
         changes = {"text_config": {**text, **changes}}
     config = {**checkpoint.config, **changes}
     if dtype is not None:
         config = set_config_dtype(config, dtype)
-    layers = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
+    layers = tuple(
+        target.list_attention_tensors(layer, roles) for layer in range(target.geometry.layers)
+    )
     computed = {name for names in layers for name in names}
     tensors = []
     for name, info in checkpoint.tensors.items():
@@ -74,7 +76,7 @@ def plan_stock_fold(
     )
 
 
-def count_cache_elements(geometry: Geometry) -> int:
+def count_cache_elements(geometry: ModelSizes) -> int:
     """KV-cache elements per token per layer: the dims of one key and one value for every key/value
     head.
     """

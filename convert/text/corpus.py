@@ -66,7 +66,7 @@ class Corpus:
         text = self.source if isinstance(self.source, str) else "\f".join(self.source)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def documents(self, limit: int) -> tuple[list[str], bool]:
+    def read_documents(self, limit: int) -> tuple[list[str], bool]:
         """Documents with at least ``limit`` characters or bytes in total if possible, and True if
         these are all documents.
 
@@ -100,9 +100,9 @@ class Corpus:
     def _read_file(self, path: Path, limit: int) -> tuple[list[str], bool]:
         size = path.stat().st_size
         if size <= limit:
-            return list(self.parse(path, 0, path.read_bytes())), True
+            return list(self.parse_documents(path, 0, path.read_bytes())), True
         documents: list[str] = []
-        cells = permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
+        cells = draw_permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
         with path.open("rb") as file:
             for cell in sorted(cells.tolist()):
                 file.seek(cell * _CELL)
@@ -112,10 +112,10 @@ class Corpus:
                 first = 0 if cell == 0 else raw.find(b"\n") + 1
                 last = raw.rfind(b"\n") + 1
                 if first < last:
-                    documents += self.parse(path, cell * _CELL + first, raw[first:last])
+                    documents += self.parse_documents(path, cell * _CELL + first, raw[first:last])
         return documents, False
 
-    def parse(self, path: Path, start: int, raw: bytes) -> Iterator[str]:
+    def parse_documents(self, path: Path, start: int, raw: bytes) -> Iterator[str]:
         """Parse the documents in ``raw``, the bytes of the file ``path`` from offset ``start``."""
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
@@ -141,7 +141,7 @@ class Corpus:
             text = fields.get("text")
             messages = fields.get("messages")
             if isinstance(messages, list) and not isinstance(text, str):
-                text = render(self.tokenizer, messages)
+                text = render_chat(self.tokenizer, messages)
             if not isinstance(text, str):
                 raise ValueError("found neither")
             # No tokenizer could read half of a surrogate pair.
@@ -164,7 +164,7 @@ def open_corpus(
     if spec is None:
         unread = "" if split == "calibration" else ", the part that no conversion reads"
         return Corpus(BUILT_IN + unread, read_documents(split), option, tokenizer, seed)
-    check_sources([spec], option)
+    check_text_sources([spec], option)
     path = Path(spec)
     if path.is_file():
         return Corpus(decode_file_name(path), path, option, tokenizer, seed)
@@ -172,7 +172,7 @@ def open_corpus(
     return Corpus(f"dataset {name}", spec, option, tokenizer, seed)
 
 
-def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
+def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
     """Render ``messages`` with the tokenizer's chat template. Raises ValueError if it has none or
     it fails, InputError if it does not end.
 
@@ -197,7 +197,7 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = Fals
         raise ValueError(reason) from error
 
 
-def with_share(spec: str) -> tuple[str, float]:
+def parse_text_share(spec: str) -> tuple[str, float]:
     """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1.
 
     Only the share of ``self`` may be 0; others raise InputError.
@@ -210,12 +210,12 @@ def with_share(spec: str) -> tuple[str, float]:
     return name, float(share)
 
 
-def calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[str | None, float]]:
+def choose_calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[str | None, float]]:
     """The calibration texts and their shares: those ``given``, or None for the text that ships.
 
     A model that ``chats`` also writes `SELF`, a third of the tokens, unless ``given`` names it.
     """
-    texts: dict[str | None, float] = dict(map(with_share, given))
+    texts: dict[str | None, float] = dict(map(parse_text_share, given))
     share = texts.pop(SELF, None)
     if share and not texts:
         return [(SELF, 1.0)]
@@ -227,13 +227,13 @@ def calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[str | Non
     return [*texts.items()]
 
 
-def check_sources(names: Iterable[str], option: str = "calibration") -> None:
+def check_text_sources(names: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read
     as text.
     """
     for name in names:
         if option == "calibration":
-            name, _ = with_share(name)
+            name, _ = parse_text_share(name)
         path = Path(name)
         fault = None
         try:
@@ -261,7 +261,7 @@ def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
         raise option_error("seq_len", seq_len, f"{exceeded}; use at most --seq-len {positions}")
 
 
-def permutation(count: int, seed: int) -> "Tensor":
+def draw_permutation(count: int, seed: int) -> "Tensor":
     """The integers below ``count`` in a random order determined by ``seed``, ``[count]``."""
     import torch
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.request import SELF_TOKENS
-from kvfold.convert.text.corpus import render
+from kvfold.convert.text.corpus import render_chat
 
 _USER = "kvfold-user"
 _REPLY = "kvfold-reply"
 
 
 @dataclass(frozen=True)
-class Turns:
+class ChatTurnTokens:
     """The tokens ``start`` of every sequence, and those that end a user's turn and begin the reply,
     and end the reply.
 
@@ -39,7 +39,7 @@ class Turns:
     answered: Sequence[int] = ()
 
 
-def turns_of(tokenizer: Any, model: str) -> Turns:
+def find_turn_tokens(tokenizer: Any, model: str) -> ChatTurnTokens:
     """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if
     there is no BOS.
     """
@@ -50,25 +50,25 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
         ]
         text = ""
         with suppress(ValueError):  # a template may refuse such messages
-            text = render(tokenizer, messages)
+            text = render_chat(tokenizer, messages)
         pieces = re.split(f"{_USER}|{_REPLY}", text)
         tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
         special = tokenizer.all_special_ids
         if len(tokens) > 1 and tokens[0]:
             ends = tokens[1:3]
             if len(ends) == 2 and all(end and end[0] in special for end in ends):
-                return Turns(tokens[0], *ends)
-            return Turns(tokens[0])
+                return ChatTurnTokens(tokens[0], *ends)
+            return ChatTurnTokens(tokens[0])
     if tokenizer.bos_token_id is not None:
-        return Turns([int(tokenizer.bos_token_id)])
+        return ChatTurnTokens([int(tokenizer.bos_token_id)])
     lacks = f"{model} has neither a chat template nor a BOS token to sample from"
     raise option_error("calibration", "self", f": {lacks}; use --calibration FILE")
 
 
 @torch.no_grad()
-def write_sequences(
+def sample_sequences(
     model: Any,
-    turns: Turns,
+    turns: ChatTurnTokens,
     count: int,
     length: int,
     seed: int,

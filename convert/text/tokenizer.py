@@ -28,7 +28,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
-        prefix_tokens(tokenizer)  # values of a wrong type are noticed in use only
+        find_prefix_tokens(tokenizer)  # values of a wrong type are noticed in use only
         return tokenizer
     # transformers raises whatever its parsers raise.
     except Exception as error:
@@ -47,7 +47,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         ) from error
 
 
-def prefix_tokens(tokenizer: Any) -> list[int]:
+def find_prefix_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer adds before a text (BOS for Llama and Gemma, none for
     GPT-2).
     """
@@ -61,7 +61,9 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
     return list(special[: next(starts, 0)])
 
 
-def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[str]) -> Iterator[Tensor]:
+def tokenize_documents(
+    tokenizer: Any, prefix: list[int], documents: Iterable[str]
+) -> Iterator[Tensor]:
     """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of
     special tokens, which a chat template writes itself.
     """
@@ -84,7 +86,7 @@ def split_blocks(text: str, longest: int = _BLOCK) -> list[str]:
     return re.findall(rf"(?s).{{1,{longest}}}\Z|{before_break}|.{{{longest}}}", text)
 
 
-def check_teacher(
+def check_teacher_tokenizer(
     teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool
 ) -> None:
     """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.request import SELF, count_held_out
-from kvfold.convert.text.corpus import Corpus, open_corpus, permutation
-from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
+from kvfold.convert.text.corpus import Corpus, draw_permutation, open_corpus
+from kvfold.convert.text.tokenizer import find_prefix_tokens, tokenize_documents
 
 # Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows
 # are drawn from all.
@@ -46,7 +46,7 @@ class CalibrationTokens:
     held_out_texts: tuple[str, ...]
 
     @property
-    def training(self) -> Tensor:
+    def training_sequences(self) -> Tensor:
         """The calibration and further sequences, ``[N + K, T]``, int32."""
         return torch.cat([self.calibration.int(), self.further])
 
@@ -69,8 +69,8 @@ def load_calibration(
     that was read for the others. If ``long_length`` exceeds ``seq_len``, four more sequences of so
     many tokens are drawn from text that the model did not write, or none if it is too short.
 
-    ``texts`` are names of calibration texts (None: the one that ships with kvfold) and their
-    shares in each set, as from `calibration_texts`; the sequences of several texts are shuffled.
+    ``texts`` are names of calibration texts (None: the one that ships with kvfold) and their shares
+    in each set, as from `choose_calibration_texts`; the sequences of several texts are shuffled.
     The last may be ``self``, whose sequences ``write(count)`` returns. Sequences do not cross
     document boundaries, except that short documents and the remainders of longer ones are packed,
     separated by the tokenizer's EOS token; without an EOS token they are dropped. Raises InputError
@@ -80,8 +80,8 @@ def load_calibration(
     read_weights = [weight * (name != SELF) for name, weight in texts]
     long_count = _LONG_SEQUENCES if long_length > seq_len and any(read_weights) else 0
     sizes = (samples, count_held_out(samples), further)
-    counts = [share_counts(size, weights) for size in sizes]
-    long_counts = share_counts(long_count, read_weights)
+    counts = [divide_by_shares(size, weights) for size in sizes]
+    long_counts = divide_by_shares(long_count, read_weights)
     names = []
     digests = []
     drawn: list[tuple[Tensor, ...]] = []
@@ -97,7 +97,9 @@ def load_calibration(
             digests.append(hashlib.sha256(sequences.numpy().tobytes()).hexdigest())
         else:
             corpus = open_corpus(name, tokenizer, seed)
-            sequences, runs = _draw(corpus, wanted, fewer, seq_len, long_counts[i], long_length)
+            sequences, runs = _draw_token_sets(
+                corpus, wanted, fewer, seq_len, long_counts[i], long_length
+            )
             long += runs
             name = corpus.name
             digests.append(corpus.digest())
@@ -107,10 +109,10 @@ def load_calibration(
     digest = digests[0]
     held_out_texts: tuple[str, ...] = ()
     if len(texts) > 1:
-        sets = tuple(_shuffle(torch.cat(rows), seed) for rows in zip(*drawn, strict=True))
+        sets = tuple(_shuffle_rows(torch.cat(rows), seed) for rows in zip(*drawn, strict=True))
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
         owners = [name for name, rows in zip(names, drawn, strict=True) for _ in rows[1]]
-        held_out_texts = tuple(owners[i] for i in permutation(len(owners), seed))
+        held_out_texts = tuple(owners[i] for i in draw_permutation(len(owners), seed))
     # Fewer would be worse than the held-out sequences, which have positions too.
     complete = 0 < len(long) == long_count
     return CalibrationTokens(
@@ -131,10 +133,10 @@ def draw_sequences(corpus: Corpus, seq_len: int, needed: int, wanted: int, advic
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """
     rows, _ = _read_windows(corpus, seq_len, needed, wanted, advice)
-    return _shuffle(rows, corpus.seed)
+    return _shuffle_rows(rows, corpus.seed)
 
 
-def share_counts(count: int, weights: Sequence[float]) -> list[int]:
+def divide_by_shares(count: int, weights: Sequence[float]) -> list[int]:
     """Divide ``count`` in proportion to ``weights``; what rounding leaves goes to the largest
     remainders.
     """
@@ -146,11 +148,11 @@ def share_counts(count: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def _shuffle(rows: Tensor, seed: int) -> Tensor:
-    return rows[permutation(len(rows), seed)]
+def _shuffle_rows(rows: Tensor, seed: int) -> Tensor:
+    return rows[draw_permutation(len(rows), seed)]
 
 
-def _draw(
+def _draw_token_sets(
     corpus: Corpus,
     wanted: Sequence[int],
     fewer: bool,
@@ -167,16 +169,16 @@ def _draw(
     needed = sum(wanted[:2] if fewer else wanted)
     advice = "or lower --samples or --seq-len" if fewer else "lower --polish, or add --repeat-text"
     rows, owners = _read_windows(corpus, seq_len, needed, needed, advice)
-    order = permutation(len(rows), corpus.seed)
+    order = draw_permutation(len(rows), corpus.seed)
     # Each long sequence is a run of consecutive windows, without the prefixes between them.
-    prefix = len(prefix_tokens(corpus.tokenizer))
+    prefix = len(find_prefix_tokens(corpus.tokenizer))
     size = math.ceil((long_length - prefix) / (seq_len - prefix))
     runs: list[range] = []
     # Windows that no other sequence needs come first; else further sequences, of which there may be
     # fewer, give way.
     for free in (order[sum(wanted) :], order[needed:]):
         if len(runs) < long_count:
-            runs = _find_runs(owners, free.tolist(), size, long_count)
+            runs = _find_window_runs(owners, free.tolist(), size, long_count)
     long = [
         torch.cat([rows[run[0]], rows[run[1:], prefix:].flatten()])[:long_length] for run in runs
     ]
@@ -194,7 +196,7 @@ def _read_windows(
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """
     tokenizer = corpus.tokenizer
-    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int32)
+    prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int32)
     length = seq_len - len(prefix)
     if length < 1:
         rule = f"must exceed {len(prefix)}, the special tokens that begin every sequence; raise it"
@@ -203,9 +205,9 @@ def _read_windows(
     # nothing is left.
     limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)
     while True:
-        documents, complete = corpus.documents(limit)
-        tokens = [ids.int() for ids in tokenize(tokenizer, prefix.tolist(), documents)]
-        bodies = cut(tokens, length, tokenizer.eos_token_id)
+        documents, complete = corpus.read_documents(limit)
+        tokens = [ids.int() for ids in tokenize_documents(tokenizer, prefix.tolist(), documents)]
+        bodies = cut_windows(tokens, length, tokenizer.eos_token_id)
         if complete or len(bodies) >= wanted:
             break
         limit *= 4
@@ -221,7 +223,7 @@ def _read_windows(
     return rows, torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
 
-def _find_runs(owners: Tensor, free: list[int], size: int, count: int) -> list[range]:
+def _find_window_runs(owners: Tensor, free: list[int], size: int, count: int) -> list[range]:
     """Up to ``count`` runs of ``size`` consecutive windows of one document, all of them in
     ``free``.
     """
@@ -238,7 +240,7 @@ def _find_runs(owners: Tensor, free: list[int], size: int, count: int) -> list[r
     return runs
 
 
-def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
+def cut_windows(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
     """Cut windows ``[n, length]`` from each document, then from the remainders packed with ``eos``
     (if not None).
     """

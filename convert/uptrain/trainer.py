@@ -27,7 +27,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import use_blockwise_attention
-from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
+from kvfold.convert.text.tokenizer import check_teacher_tokenizer, load_tokenizer
 from kvfold.convert.training.budget import choose_batch_size
 from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.steps import (
@@ -121,7 +121,7 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype
         return None
     with closing(open_checkpoint(request.teacher)) as opened:
         tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
-        check_teacher(opened, source, tokenizer, request.trust_remote_code)
+        check_teacher_tokenizer(opened, source, tokenizer, request.trust_remote_code)
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, dtype, request.trust_remote_code)

@@ -44,7 +44,7 @@ from kvfold.convert.conversion.card import render_trained_card
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.families.family import text_type
+from kvfold.convert.families.family import find_text_type
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
 from kvfold.convert.stream.stock import hide_progress_bars, load_config
@@ -103,7 +103,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             "uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'"
         )
     with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
-        if inner := text_type(source.config):
+        if inner := find_text_type(source.config):
             raise InputError(
                 f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
                 " models only; use another trainer"

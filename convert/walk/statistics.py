@@ -16,7 +16,7 @@ from kvfold.attention.drift.profile import sum_attention_weights
 from kvfold.attention.drift.recording import LayerArguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
-from kvfold.convert.families.layer_io import layer_rotary
+from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.head_norms import has_norms, project_with_norms
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
@@ -111,7 +111,7 @@ def compute_queries_and_keys(
     ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the
     bias ``slope_h j`` for position ``j``.
     """
-    rotary = layer_rotary(model, layer, "short")
+    rotary = make_layer_rotary(model, layer, "short")
     scale = model.layers[layer].scale
     clip = model.layers[layer].clip
     inputs = output.attention_input

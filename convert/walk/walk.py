@@ -51,7 +51,7 @@ from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.layer_io import read_layer
+from kvfold.convert.families.layer_io import read_attention_weights
 from kvfold.convert.families.model import Model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
@@ -330,7 +330,7 @@ def gather_statistics(
     """
     weights = None
     if model is not None and (model.qk_norm is not None or not model.family.attention.shown):
-        weights = read_layer(model, layer.index, source.read)
+        weights = read_attention_weights(model, layer.index, source.read)
     accumulator = StatisticsAccumulator(weights=weights)
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):

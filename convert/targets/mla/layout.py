@@ -36,10 +36,10 @@ from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
-from kvfold.convert.families.family import PLAIN_NAMES, WrappedNames, names_in_files
+from kvfold.convert.families.family import PLAIN_NAMES, WrapperPrefixes, find_wrapper_prefixes
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
-from kvfold.convert.families.values import evaluate
+from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.targets.mla.spec import (
     ATTENTION,
     MlaSpec,
@@ -77,7 +77,7 @@ def build_mla_config(
     """
     block = model.block
     # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
-    down = model.names.get(("down", 0)) or model.names["expert_down", 0]
+    down = model.names_by_role.get(("down", 0)) or model.names_by_role["expert_down", 0]
     values = {
         "attention_dropout": 0.0,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -89,7 +89,7 @@ def build_mla_config(
     }
     if block.sparse:
         sparse = [layer.index for layer in model.layers if layer.sparse]
-        downs = model.names["expert_down", sparse[0]]
+        downs = model.names_by_role["expert_down", sparse[0]]
         values["dense_layers"] = sparse[0]
         values["expert_width"] = model.tensors[downs[0]].shape[1]
         values["experts"] = len(downs)
@@ -104,7 +104,7 @@ def build_mla_config(
 
 
 def _evaluate_all(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: evaluate(value, values) for key, value in table.items()}
+    return {key: evaluate_expression(value, values) for key, value in table.items()}
 
 
 def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class MlaCheckpoint(OutputCheckpoint):
     model: Model
     spec: MlaSpec
     checkpoint: Checkpoint
-    prefixes: WrappedNames
+    prefixes: WrapperPrefixes
     dtype: str | None
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
@@ -192,11 +192,11 @@ class MlaCheckpoint(OutputCheckpoint):
         )
 
         tensors = encode_stock_mla(weights, layer, self.spec)
-        for fused in self.model.names.get(("gate_up", layer), ()):
+        for fused in self.model.names_by_role.get(("gate_up", layer), ()):
             gate, up = self.checkpoint.read_tensor(fused).chunk(2)
             tensors[_ROLE_NAMES["gate"].format(layer=layer)] = gate.contiguous()
             tensors[_ROLE_NAMES["up"].format(layer=layer)] = up.contiguous()
-        return {self.prefixes.wrapped(name): tensor for name, tensor in tensors.items()}
+        return {self.prefixes.to_wrapped_name(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
@@ -225,8 +225,8 @@ def plan_stock_mla(
     computed: list[list[str]] = [[] for _ in model.layers]
     if model.tower is not None:
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
-        prefixes = names_in_files(checkpoint.tensors)
-        shapes = {prefixes.wrapped(name): value for name, value in shapes.items()}
+        prefixes = find_wrapper_prefixes(checkpoint.tensors)
+        shapes = {prefixes.to_wrapped_name(name): value for name, value in shapes.items()}
         for info in checkpoint.tensors.values():
             if info.name not in model.tensors and not info.name.startswith(model.tower):
                 shapes[info.name] = (info.shape, info.name)
@@ -257,9 +257,9 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     """The shape of each output tensor and the source tensors that it copies (see
     ``OutputTensor.source``), by name.
     """
-    (embedding,) = model.names["embedding", None]
-    (norm,) = model.names["final_norm", None]
-    (head,) = model.names.get(("head", None), (embedding,))
+    (embedding,) = model.names_by_role["embedding", None]
+    (norm,) = model.names_by_role["final_norm", None]
+    (head,) = model.names_by_role.get(("head", None), (embedding,))
     shapes: Shapes = {
         "model.embed_tokens.weight": (model.tensors[embedding].shape, embedding),
         "model.norm.weight": (model.tensors[norm].shape, norm),
@@ -273,12 +273,14 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
             name: (shape, None)
             for name, shape in list_attention_shapes(model, spec, module).items()
         }
-        for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
+        for fused in model.names_by_role.get(
+            ("gate_up", layer), ()
+        ):  # two tensors in the stock class
             rows, width = model.tensors[fused].shape
             shapes[_ROLE_NAMES["gate"].format(layer=layer)] = ((rows // 2, width), None)
             shapes[_ROLE_NAMES["up"].format(layer=layer)] = ((rows // 2, width), None)
         for role, name in _ROLE_NAMES.items():
-            for source in model.names.get((role, layer), ()):
+            for source in model.names_by_role.get((role, layer), ()):
                 shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
         if model.layers[layer].sparse:
             shapes |= _list_expert_shapes(model, spec, layer)
@@ -288,7 +290,7 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
 def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
     """The shapes and source tensors of the router and the experts in ``layer``, by name."""
     mlp = f"model.layers.{layer}.mlp"
-    names = model.names
+    names = model.names_by_role
     (router,) = names["router", layer]
     downs = names["expert_down", layer]
     width, inner = model.tensors[downs[0]].shape

@@ -21,8 +21,8 @@ from typing import Any
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import rope_parameters
-from kvfold.convert.families.values import evaluate
+from kvfold.convert.families.rotary import read_rope_parameters
+from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.request import Layout
 from kvfold.convert.targets.same_family import count_cache_elements
 
@@ -123,7 +123,7 @@ def compute_context_length(model: Model) -> int:
     two sets.
     """
     positions = model.geometry.positions
-    table = rope_parameters(model.values)
+    table = read_rope_parameters(model.values)
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
     return positions
@@ -152,9 +152,9 @@ def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str,
     """
     sizes = collect_mla_sizes(model, spec)
     return {
-        f"{module}.{name}": tuple(evaluate(size, sizes) for size in row["shape"])
+        f"{module}.{name}": tuple(evaluate_expression(size, sizes) for size in row["shape"])
         for name, row in _SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
-        if evaluate(row["when"], sizes)
+        if evaluate_expression(row["when"], sizes)
     }
 
 
@@ -204,7 +204,7 @@ def _list_features(model: Model, *groups: str) -> list[str]:
         row["feature"].format(**facts)
         for group in groups
         for row in _FEATURES[group]
-        if evaluate(row["when"], facts)
+        if evaluate_expression(row["when"], facts)
     ]
 
 
@@ -212,11 +212,11 @@ def _collect_facts(model: Model) -> dict[str, Any]:
     layers = model.layers
     norm = model.qk_norm
     context = compute_context_length(model)
-    tables = [rope_parameters(model.values, layer.type) for layer in layers]
+    tables = [read_rope_parameters(model.values, layer.type) for layer in layers]
     rope_types = {table["rope_type"] for table in tables}
-    roles = {role for role, _ in model.names}
+    roles = {role for role, _ in model.names_by_role}
     sparse = [layer.index for layer in layers if layer.sparse]
-    experts = [len(model.names.get(("expert_down", layer), ())) for layer in sparse]
+    experts = [len(model.names_by_role.get(("expert_down", layer), ())) for layer in sparse]
     return {
         **vars(model.block),
         "sinks": model.family.attention.sinks,
@@ -225,7 +225,7 @@ def _collect_facts(model: Model) -> dict[str, Any]:
         "clip": any(layer.clip is not None for layer in layers),
         "growth": any(layer.growth for layer in layers),
         "softcap": any(layer.softcap is not None for layer in layers),
-        "rope_type": rope_parameters(model.values)["rope_type"],
+        "rope_type": read_rope_parameters(model.values)["rope_type"],
         "other_rope_types": ", ".join(rope_types.difference(_FEATURES["rope_types"])),
         "rope_tables": sum(table not in tables[:index] for index, table in enumerate(tables)),
         "positions": model.geometry.positions,

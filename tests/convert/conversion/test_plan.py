@@ -11,7 +11,7 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.request import ConvertRequest
 
 CONFIG = SIZES | {"model_type": "llama", "num_key_value_heads": 4}
@@ -22,7 +22,7 @@ def headers(layers):
     config = {**CONFIG, "num_hidden_layers": layers}
     position = 0
     infos = {}
-    for tensor in model_of(config).tensors.values():
+    for tensor in make_model(config).tensors.values():
         end = position + 2 * math.prod(tensor.shape)
         infos[tensor.name] = TensorInfo(
             tensor.name, "BF16", tensor.shape, "model.safetensors", position, end

@@ -50,7 +50,7 @@ def child(tmp_path_factory):
             if layers == 2:
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
-                calibration.write_sequences = lambda *_: pytest.fail("the text was written again")
+                calibration.sample_sequences = lambda *_: pytest.fail("the text was written again")
             convert_checkpoint(ConvertRequest(**options))
 
         return forked.run(tmp_path_factory.mktemp("log"), work)

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvfold.convert.families.family import family_of, supported
-from kvfold.convert.families.layer_io import layer_rotary
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.family import find_family, list_supported_model_types
+from kvfold.convert.families.layer_io import make_layer_rotary
+from kvfold.convert.families.model import make_model
 
 LLAMA = {
     "model_type": "llama",
@@ -31,10 +31,10 @@ class Header:
 
 
 def headers(config: dict) -> dict[str, Header]:
-    return {name: Header(tensor.shape) for name, tensor in model_of(config).tensors.items()}
+    return {name: Header(tensor.shape) for name, tensor in make_model(config).tensors.items()}
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", list_supported_model_types())
 def test_missing_keys_have_the_defaults_of_the_stock_class(name):
     """A config with only the sizes that kvfold insists on means to kvfold what it means to
     transformers.
@@ -47,7 +47,7 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
         sizes |= {"num_attention_heads": 40, "hidden_size": 5120}
     stock = AutoConfig.for_model(name, **sizes)
     config = {"model_type": name, **sizes}
-    model = model_of(config)
+    model = make_model(config)
     geometry = model.geometry
     values = model.values
     heads = 1 if name == "falcon" else stock.num_attention_heads
@@ -76,7 +76,7 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
         if rope["rope_type"] != "default":
             expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock, None)
         # transformers computes them in float32
-        rotary = layer_rotary(model, index)
+        rotary = make_layer_rotary(model, index)
         torch.testing.assert_close(rotary.theta, expected.double(), rtol=2e-6, atol=0.0)
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_value_is_an_error_that_names_its_key(changes, refused):
     config = {**LLAMA, "num_key_value_heads": 32, "architectures": None, **changes}
     config = {key: value for key, value in config.items() if value is not ...}
     with refused():
-        model_of(config).check_values()
+        make_model(config).check_config_values()
 
 
 @pytest.mark.parametrize(
@@ -126,29 +126,29 @@ def test_a_wrong_value_is_an_error_that_names_its_key(changes, refused):
 )
 def test_an_unsupported_model_is_told_what_is_missing(config, refused):
     with refused():
-        family_of(config)
+        find_family(config)
 
 
 def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
     # Either spelling of the number of experts will do.
     config = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 8, "num_experts": 2}
     config["architectures"] = ["MixtralForCausalLM"]
-    model = model_of(config)
+    model = make_model(config)
     tensors = headers(config)
-    assert model.tensor_problems(tensors) == []
+    assert model.list_tensor_problems(tensors) == []
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
     tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = Header((3, 4))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = Header((64,))
-    kinds = [problem.split(": ")[0] for problem in model.tensor_problems(tensors)]
+    kinds = [problem.split(": ")[0] for problem in model.list_tensor_problems(tensors)]
     assert kinds == ["missing", "missing", "wrong shape", "unknown"]
 
 
 def test_a_tied_head_may_be_in_the_file_or_not():
     config = {**LLAMA, "tie_word_embeddings": True}
-    model = model_of(config)
+    model = make_model(config)
     tensors = headers(config)
     assert "lm_head.weight" not in tensors
-    assert model.tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
-    untied = model_of({**config, "tie_word_embeddings": False})
-    assert untied.tensor_problems(tensors) == ["missing: lm_head.weight [32000, 4096]"]
+    assert model.list_tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
+    untied = make_model({**config, "tie_word_embeddings": False})
+    assert untied.list_tensor_problems(tensors) == ["missing: lm_head.weight [32000, 4096]"]

@@ -11,7 +11,7 @@ import pytest
 from helpers.processes import run_python
 
 from kvfold.convert.families import schema, values
-from kvfold.convert.families.family import load_family, supported
+from kvfold.convert.families.family import list_supported_model_types, load_family
 from kvfold.convert.families.model import Model
 
 FOLDER = Path(schema.__file__).parent
@@ -20,7 +20,7 @@ TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 
 def table(name: str) -> dict:
     """The family file with what it takes over from those it extends."""
-    return schema.read_table(FOLDER / f"{name}.json")
+    return schema.read_family_table(FOLDER / f"{name}.json")
 
 
 def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
@@ -32,8 +32,12 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     second = {"extends": "first", "block": {"x": {"one": None}, "y": None, "w": 5}, "names": ["c"]}
     write(first=first, second=second, third={"extends": "second", "kind": "c", "rest": {"q": 1}})
     merged = {"kind": "a", "block": {"x": {"one": None}, "z": 1, "w": 5}, "names": ["c"]}
-    assert schema.read_table(tmp_path / "second.json") == merged
-    assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
+    assert schema.read_family_table(tmp_path / "second.json") == merged
+    assert schema.read_family_table(tmp_path / "third.json") == {
+        **merged,
+        "kind": "c",
+        "rest": {"q": 1},
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,11 +49,11 @@ def test_an_unknown_or_missing_key_is_an_error_that_names_its_place(place):
         inner = inner[step]
     inner["colour"] = "blue"
     with pytest.raises(ValueError, match="'colour'") as caught:
-        schema.parse_family(data, "x.json")
+        schema.build_family(data, "x.json")
     assert all(str(step) in str(caught.value) for step in place)
     del inner["colour"], data["attention"]["scale"]
     with pytest.raises(ValueError, match=r"x.json: attention: .*'scale'"):
-        schema.parse_family(data, "x.json")
+        schema.build_family(data, "x.json")
 
 
 def sections_of(part: Any) -> Iterator[Any]:
@@ -71,13 +75,13 @@ def test_the_example_of_the_guide_is_a_family(tmp_path):
     example = re.search(r"```json\n(.*?)```", guide.split("**A family**")[1], re.DOTALL)[1]
     (tmp_path / "llama.json").write_text((FOLDER / "llama.json").read_text())
     (tmp_path / "NAME.json").write_text(example)
-    family = schema.parse_family(schema.read_table(tmp_path / "NAME.json"), "NAME.json")
+    family = schema.build_family(schema.read_family_table(tmp_path / "NAME.json"), "NAME.json")
     model = Model(family, {**TINY, "hidden_size": 32, "num_attention_heads": 4})
     assert model.geometry.rotary_dims == 4
     assert model.tensors["model.layers.0.self_attn.qkv_proj.weight"].roles == ("q", "k", "v")
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", list_supported_model_types())
 def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them_and_roles_exist(name):
     family = load_family(name)
     used = {family.sizes.kv_heads}
@@ -98,14 +102,15 @@ def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them_and_roles_exis
 )
 def test_nothing_else_is_allowed(expression):
     with pytest.raises(ValueError, match="is not allowed in family-file expressions"):
-        values.evaluate(expression, {"a": 1})
+        values.evaluate_expression(expression, {"a": 1})
 
 
 def test_reading_families_and_wrappers_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from kvfold.convert.families.model import model_of; from"
-        " kvfold.convert.families.family import load_family, supported; [load_family(n) for n in"
-        " supported()]; model_of({'model_type': 'llava', 'text_config': {}, 'vision_config':"
-        " {}}).tensors; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+        "import sys; from kvfold.convert.families.model import make_model; from"
+        " kvfold.convert.families.family import load_family, list_supported_model_types;"
+        " [load_family(n) for n in list_supported_model_types()]; make_model({'model_type':"
+        " 'llava', 'text_config': {}, 'vision_config': {}}).tensors;"
+        " sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     run_python("-c", code)

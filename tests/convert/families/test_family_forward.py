@@ -17,10 +17,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from kvfold.convert.families.family import family_of, supported
-from kvfold.convert.families.layer_io import layer_rotary, read_layer
-from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import rope_parameters
+from kvfold.convert.families.family import find_family, list_supported_model_types
+from kvfold.convert.families.layer_io import make_layer_rotary, read_attention_weights
+from kvfold.convert.families.model import make_model
+from kvfold.convert.families.rotary import read_rope_parameters
 
 
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
@@ -50,10 +50,10 @@ def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
 
 class Decoder:
     def __init__(self, folder, stock):
-        self.model = model_of(json.loads((folder / "config.json").read_text()))
+        self.model = make_model(json.loads((folder / "config.json").read_text()))
         self.tensors = load_file(folder / "model.safetensors")
         self.block = self.model.block
-        self.names = self.model.names
+        self.names = self.model.names_by_role
         self.stock = stock
 
     def role(self, role: str, layer: int | None = None) -> Tensor | None:
@@ -73,9 +73,9 @@ class Decoder:
         return x + self.role(f"{role}_bias", layer) if self.block.norm_bias else x
 
     def attention(self, x: Tensor, layer: int) -> Tensor:
-        weights = read_layer(self.model, layer, self.tensors.__getitem__)
+        weights = read_attention_weights(self.model, layer, self.tensors.__getitem__)
         how = self.model.layers[layer]
-        rotary = layer_rotary(self.model, layer)
+        rotary = make_layer_rotary(self.model, layer)
 
         def project(weight: Tensor, bias: Tensor | None) -> Tensor:
             y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
@@ -90,7 +90,7 @@ class Decoder:
         q = placed(project(weights.q, weights.q_bias), weights.q_norm)
         k = placed(project(weights.k, weights.k_bias), weights.k_norm)
         if how.growth:
-            original = rope_parameters(self.model.values)["original_max_position_embeddings"]
+            original = read_rope_parameters(self.model.values)["original_max_position_embeddings"]
             steps = torch.floor(torch.arange(x.shape[1]) / original)
             q = q * (1 + how.growth * torch.log(1 + steps))[:, None, None]
         v = project(weights.v, weights.v_bias)
@@ -193,7 +193,11 @@ VARIANTS = [
     ("mpt", {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.8}}),
 ]
 ALL = [
-    *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
+    *(
+        (name, changes)
+        for name in list_supported_model_types()
+        for changes in ({}, {"num_key_value_heads": 2})
+    ),
     *VARIANTS,
 ]
 
@@ -215,10 +219,10 @@ def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(
     check(tiny_family(name, **changes))
 
 
-@pytest.mark.parametrize("name", mostly_slow(supported(), 4))
+@pytest.mark.parametrize("name", mostly_slow(list_supported_model_types(), 4))
 def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
-    keys = family_of(config).config
+    keys = find_family(config).config
     flags = {
         key: not config.get(key, entry.default)
         for key, entry in keys.items()

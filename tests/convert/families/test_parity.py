@@ -20,9 +20,9 @@ from tiny_models import CLASSICS
 
 from kvfold.attention import register_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.families.family import supported
-from kvfold.convert.families.layer_io import read_layer, write_layer
-from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.family import list_supported_model_types
+from kvfold.convert.families.layer_io import make_stored_tensors, read_attention_weights
+from kvfold.convert.families.model import Model, make_model
 from kvfold.convert.transforms.fold import pool
 
 FULL = ["full_attention", "full_attention"]
@@ -86,7 +86,7 @@ TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
 
 
 def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
-    return model_of(json.loads((folder / "config.json").read_text())), tensors(folder)
+    return make_model(json.loads((folder / "config.json").read_text())), tensors(folder)
 
 
 @torch.no_grad()
@@ -100,18 +100,20 @@ def convert(source: Path, out: Path, **options) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", list_supported_model_types())
 def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, tiny_family):
     model, stored = tiny_model(tiny_family(name))
     shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
     assert {key: tensor.shape for key, tensor in model.tensors.items()} == shapes
-    named = [name for names in model.names.values() for name in names]
+    named = [name for names in model.names_by_role.values() for name in names]
     fused = [name for name, tensor in model.tensors.items() if len(tensor.roles) > 1]
     assert set(named) == set(stored), "a tensor has no role"
     assert len(named) == len(stored) + 2 * len(fused)
     for layer in range(model.geometry.layers):
-        written = write_layer(model, layer, read_layer(model, layer, stored.__getitem__))
-        assert sorted(written) == sorted(model.attention_names(layer))
+        written = make_stored_tensors(
+            model, layer, read_attention_weights(model, layer, stored.__getitem__)
+        )
+        assert sorted(written) == sorted(model.list_attention_tensors(layer))
         for key, tensor in written.items():
             assert torch.equal(tensor, stored[key])
             assert tensor.is_contiguous()
@@ -119,7 +121,10 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
 
 @pytest.mark.parametrize(
     ("name", "heads", "groups"),
-    mostly_slow(((name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(supported())), 5),
+    mostly_slow(
+        ((name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(list_supported_model_types())),
+        5,
+    ),
 )
 def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
     name, heads, groups, tiny_family, tmp_path
@@ -131,7 +136,9 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
     source = tiny_family(name, **({} if name in CLASSICS else {"num_key_value_heads": heads}))
     model, stored = tiny_model(source)
     for layer in range(model.geometry.layers):
-        weights = pool.average_heads(read_layer(model, layer, stored.__getitem__), groups)
+        weights = pool.average_heads(
+            read_attention_weights(model, layer, stored.__getitem__), groups
+        )
         copies = torch.arange(groups).repeat_interleave(model.geometry.kv_heads // groups)
         repeated = {}
         for role in ("k", "v", "k_bias", "v_bias"):
@@ -139,7 +146,7 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
             repeated[role] = None if rows is None else rows[copies]
         if weights.k_norm is not None:
             repeated["k_norm"] = weights.k_norm.map(lambda rows, copies=copies: rows[copies])
-        stored |= write_layer(model, layer, replace(weights, **repeated))
+        stored |= make_stored_tensors(model, layer, replace(weights, **repeated))
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
     expected = logits(tmp_path / "repeated")
@@ -192,7 +199,7 @@ def test_what_no_output_can_express_is_refused(name, options, tiny_family, tmp_p
 
 def test_a_norm_for_each_head_is_refused_where_one_is_stored(tiny_family, refused):
     model, stored = tiny_model(tiny_family("qwen3"))
-    weights = read_layer(model, 0, stored.__getitem__)
+    weights = read_attention_weights(model, 0, stored.__getitem__)
     differing = replace(weights.k_norm, weight=torch.randn_like(weights.k_norm.weight))
     with refused(ValueError):
-        write_layer(model, 0, replace(weights, k_norm=differing))
+        make_stored_tensors(model, 0, replace(weights, k_norm=differing))

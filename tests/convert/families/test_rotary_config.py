@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvfold.convert.families.layer_io import layer_rotary
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.layer_io import make_layer_rotary
+from kvfold.convert.families.model import make_model
 
 SIZES = tiny_models.SIZES | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 SIZES |= {"max_position_embeddings": 4096}
@@ -49,10 +49,10 @@ def old_spelling(config: dict) -> dict:
 
 
 def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
-    rotary = layer_rotary(model_of(config), 0)
+    rotary = make_layer_rotary(make_model(config), 0)
     torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
-    assert model_of(config).geometry.rotary_dims == rotary.dims
+    assert make_model(config).geometry.rotary_dims == rotary.dims
 
 
 HALF = {"partial_rotary_factor": 0.5}
@@ -98,13 +98,13 @@ def test_longrope_with_two_sets_needs_a_choice(refused):
     table = {"rope_type": "longrope", "rope_theta": 1e4, **SCALED["longrope"]}
     table["long_factor"] = [3.0] * 32
     config = {"model_type": "llama", **SIZES, "rope_parameters": table}
-    model = model_of(config)
+    model = make_model(config)
     with refused():
-        layer_rotary(model, 0)
+        make_layer_rotary(model, 0)
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     for context, length in (("short", 1024), ("long", 1025)):
         frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](stock, None, seq_len=length)
-        rotary = layer_rotary(model, 0, context)
+        rotary = make_layer_rotary(model, 0, context)
         torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
         assert rotary.amplitude == pytest.approx(amplitude)
 
@@ -116,9 +116,9 @@ def test_gemma3_scales_its_global_layers_alone():
     stock = AutoConfig.for_model(**json.loads(json.dumps({**sizes, **old})))
     exponents = -torch.arange(0, 64, 2, dtype=torch.float64) / 64
     for spelling in (old, {"rope_parameters": stock.rope_parameters}):
-        model = model_of({**sizes, **spelling})
-        torch.testing.assert_close(layer_rotary(model, 0).theta, 5000.0**exponents)
-        torch.testing.assert_close(layer_rotary(model, 5).theta, 2e6**exponents / 8)
+        model = make_model({**sizes, **spelling})
+        torch.testing.assert_close(make_layer_rotary(model, 0).theta, 5000.0**exponents)
+        torch.testing.assert_close(make_layer_rotary(model, 5).theta, 2e6**exponents / 8)
 
 
 LLAMA3 = {"type": "llama3", **SCALED["llama3"], "high_freq_factor": 1.0}
@@ -137,4 +137,4 @@ LLAMA3 = {"type": "llama3", **SCALED["llama3"], "high_freq_factor": 1.0}
 )
 def test_wrong_parameters_are_errors(rope, refused):
     with refused():
-        layer_rotary(model_of({"model_type": "llama", **SIZES, **rope}), 0)
+        make_layer_rotary(make_model({"model_type": "llama", **SIZES, **rope}), 0)

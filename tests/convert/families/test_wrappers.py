@@ -30,9 +30,9 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import DEFAULT_SIZES, WRAPPERS
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.text.tokenizer import check_teacher
+from kvfold.convert.text.tokenizer import check_teacher_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,10 @@ def test_only_keys_and_values_of_the_language_model_change(name, wrapper, tmp_pa
     before = tensors(source)
     after = tensors(out)
     old, new = configs(source, out)
-    model = model_of(old, before)
-    computed = {key for layer in range(2) for key in model.attention_names(layer, {"k", "v"})}
+    model = make_model(old, before)
+    computed = {
+        key for layer in range(2) for key in model.list_attention_tensors(layer, {"k", "v"})
+    }
     assert set(before) == set(after)
     for key, tensor in before.items():
         if key not in computed:
@@ -105,7 +107,7 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
         read = Mock(side_effect=checkpoint.read_tensor)
         stream = CheckpointStream(checkpoint.config, read, list(checkpoint.tensors))
         found = run_stream(stream, tokens)
-        model = model_of(checkpoint.config, checkpoint.tensors)
+        model = make_model(checkpoint.config, checkpoint.tensors)
     stock = stock_model(
         wrapper(name), AutoModelForImageTextToText, dtype=torch.float32, attn_implementation="eager"
     )
@@ -221,4 +223,4 @@ def test_a_wrapper_can_teach_a_plain_model(tmp_path):
         closing(open_checkpoint(tmp_path / "llava")) as teacher,
         closing(open_checkpoint(demo_folder())) as student,
     ):
-        check_teacher(teacher, student, tokenizer, trust_remote_code=False)
+        check_teacher_tokenizer(teacher, student, tokenizer, trust_remote_code=False)

@@ -142,7 +142,7 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
         """The loss of a token is its position."""
         return torch.arange(1.0, windows.shape[1]).expand(len(windows), -1)
 
-    monkeypatch.setattr(evaluation, "token_losses", losses)
+    monkeypatch.setattr(evaluation, "compute_token_losses", losses)
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     with pytest.raises(SystemExit) as end:

@@ -13,7 +13,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.cli import kvfold
 from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.data import demo_folder
-from kvfold.convert.families.family import supported
+from kvfold.convert.families.family import list_supported_model_types
 
 FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 MLA = {"to": "mla", "method": "svd", "quiet": True}
@@ -42,7 +42,7 @@ def test_lines_fit_the_terminal(monkeypatch, columns):
     assert "--to mla --kv-rank 256 --rope-dim 64 --layout engine" in shown
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", list_supported_model_types())
 def test_every_family_is_inspected(tiny_family, name):
     facts = inspect_checkpoint(str(tiny_family(name)))
     assert facts.family == name
@@ -75,7 +75,7 @@ def test_windowed_layers_cache_their_window_only(tmp_path, tiny_family, layout):
 
 def test_the_table_of_families_lists_every_family_and_tests_that_exist():
     table = FAMILIES.read_text()
-    assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
+    assert set(list_supported_model_types()) <= set(re.findall(r"[a-z0-9_]+", table))
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
     tests = {path.stem for path in Path(__file__).parents[1].glob("*/test_*.py")}
     for row in rows:

@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.commands.sweep_command import summarize_sweep
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.measure.sweep_targets import (
     format_target,
     parse_targets,
@@ -112,7 +112,7 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, refused):
 def test_targets_that_suit_a_model_are_the_default(tiny_family):
     def defaults(folder, layout=None):
         with closing(open_checkpoint(str(folder))) as checkpoint:
-            model = model_of(checkpoint.config, checkpoint.tensors)
+            model = make_model(checkpoint.config, checkpoint.tensors)
             targets = propose_default_targets(model, layout)
             for options in targets:
                 given = {"layout": layout} if options["to"] == "mla" else {}

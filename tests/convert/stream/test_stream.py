@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import supported
+from kvfold.convert.families.family import list_supported_model_types
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 
 SMALL = tiny_models.SIZES | {"hidden_size": 48, "num_hidden_layers": 3}
@@ -73,7 +73,9 @@ def tokens() -> Tensor:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *mostly_slow([(name, {"num_key_value_heads": 2}) for name in supported()], 4),
+        *mostly_slow(
+            [(name, {"num_key_value_heads": 2}) for name in list_supported_model_types()], 4
+        ),
         ("llama", {"tie_word_embeddings": True, "hidden_size": 48, "head_dim": 10}),
         ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ],

@@ -8,7 +8,7 @@ from helpers.checkpoints import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert.data import demo_folder
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.targets.engines import (
     describe_fold,
     describe_latent_config,
@@ -24,7 +24,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 
 
 def model(**changes):
-    return model_of({**LLAMA, **changes})
+    return make_model({**LLAMA, **changes})
 
 
 def refusals(result):
@@ -57,7 +57,7 @@ def test_folds_were_run_with_llama_alone():
 
 def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(tiny_family):
     for family in ("gpt2", "gpt_neox", "opt", "gptj"):
-        source = model_of(json.loads((tiny_family(family) / "config.json").read_text()))
+        source = make_model(json.loads((tiny_family(family) / "config.json").read_text()))
         others = {"SGLang", "llama.cpp", "mlx-lm"} | ({"vLLM"} if family == "gptj" else set())
         assert refusals(describe_fold(source, 2)) == others
         latent = describe_mla(source, MlaSpec(12, 0, layout="kvfold"))
@@ -110,7 +110,7 @@ def test_no_layout_names_a_pad_token_that_its_class_would_zero(layout, tmp_path)
     """The class of layout ``free`` zeroes that row of the embedding, which may be a tied head, as
     it loads.
     """
-    source = model_of(json.loads((demo_folder() / "config.json").read_text()))
+    source = make_model(json.loads((demo_folder() / "config.json").read_text()))
     assert source.config["pad_token_id"] == 2
     spec = MlaSpec(24, 8, layout=layout)
     config = build_mla_config(source, spec, [1.0, 0.1, 0.01, 0.001], dtype="bfloat16")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from kvfold.attention import absorb
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.targets.engines import (
     describe_latent_config,
@@ -141,7 +141,7 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
     ],
 )
 def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
-    source = model_of(config_of(name, **changes))
+    source = make_model(config_of(name, **changes))
     target = MlaSpec(40, 8, layout=layout)
     written = build_mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32")
     with torch.device("meta"):
@@ -166,7 +166,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     ],
 )
 def test_experts_that_the_stock_class_cannot_hold(name, changes, feature, told):
-    problems = list_stock_problems(model_of(config_of(name, **changes)))
+    problems = list_stock_problems(make_model(config_of(name, **changes)))
     assert any(feature in problem for problem in problems)
     told(problems[0])
 
@@ -180,7 +180,7 @@ def test_experts_that_the_stock_class_cannot_hold(name, changes, feature, told):
     ],
 )
 def test_who_serves_experts(split, layout, served):
-    source = model_of(config_of("mixtral", hidden_size=4096, head_dim=128))
+    source = make_model(config_of("mixtral", hidden_size=4096, head_dim=128))
     target = MlaSpec(*split, layout=layout)
     result = describe_mla(source, target)
     theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import SIZES
 from transformers import AutoConfig
 
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.targets.mla.layout import build_longrope, build_mla_config, find_rope_base
 from kvfold.convert.targets.mla.spec import MlaSpec, compute_context_length, list_mla_problems
 
@@ -21,7 +21,7 @@ def config_of(model_type, **changes):
 def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
     config = config_of(model_type, **changes)
     target = target or MlaSpec(16, 8)
-    return list_mla_problems(model_of(config), target, allow_growth=allow_growth)
+    return list_mla_problems(make_model(config), target, allow_growth=allow_growth)
 
 
 def test_a_llama_can_become_both_layouts():
@@ -84,7 +84,7 @@ def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
     rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4}
     for long, context in ([2.0] * 4, 32), ([1.0] * 4, 128):
         config = config_of("llama", rope_parameters={**rope, "long_factor": long})
-        assert compute_context_length(model_of(config)) == context
+        assert compute_context_length(make_model(config)) == context
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]
@@ -106,7 +106,7 @@ ENGINE_KEYS = """
 def test_engine_config_answers_every_key_that_the_loaders_ask():
     config = config_of("llama", tie_word_embeddings=True)
     written = build_mla_config(
-        model_of(config), MlaSpec(16, 8, layout="engine"), THETA, dtype="bfloat16"
+        make_model(config), MlaSpec(16, 8, layout="engine"), THETA, dtype="bfloat16"
     )
     assert [key for key in ENGINE_KEYS.split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention

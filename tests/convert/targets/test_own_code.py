@@ -31,7 +31,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.conversion.plan import list_mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.measure.verify import verify_checkpoint
 
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
@@ -115,7 +115,7 @@ def convert(source: Path, out: Path, **options) -> Path:
 
 def full_split(source: Path) -> dict:
     """Options of latent attention with which nothing is lost."""
-    size = model_of(json.loads((source / "config.json").read_text())).geometry
+    size = make_model(json.loads((source / "config.json").read_text())).geometry
     return {
         "to": "mla",
         "method": "svd",
@@ -317,7 +317,7 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
 
 @pytest.mark.parametrize(("name", "divisors"), [("qwen3", 8), ("olmo2", 1), ("gemma2", 0)])
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
-    model = model_of(json.loads((tiny_family(name) / "config.json").read_text()))
+    model = make_model(json.loads((tiny_family(name) / "config.json").read_text()))
     request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
     splits = list_mla_specs(request, model)
     assert {target.kv_rank + target.rope_dim for target in splits} == {64 - divisors}

@@ -14,7 +14,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.text import corpus as text_corpus
 from kvfold.convert.text import self_written
 from kvfold.convert.text.corpus import open_corpus
-from kvfold.convert.text.self_written import Turns, turns_of, write_sequences
+from kvfold.convert.text.self_written import ChatTurnTokens, find_turn_tokens, sample_sequences
 
 
 @pytest.fixture(scope="module")
@@ -25,35 +25,35 @@ def model():
 def test_text_begins_with_the_chat_template_or_the_bos_token():
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}{% endfor %}"
-    turns = turns_of(tokenizer, "m")
+    turns = find_turn_tokens(tokenizer, "m")
     assert tokenizer.decode(turns.start).rstrip() == "<|user|>"
     assert turns.asked == turns.answered == ()  # they do not begin with a special token
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
     )
-    turns = turns_of(tokenizer, "m")
+    turns = find_turn_tokens(tokenizer, "m")
     end = tokenizer.eos_token
     found = [tokenizer.decode(tokens) for tokens in (turns.start, turns.asked, turns.answered)]
     assert found == ["user: ", f"{end}\nassistant: ", f"{end}\n"]
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
     for template in (None, "{{ raise_exception('no user here') }}", "nothing of the message"):
         tokenizer.chat_template = template
-        assert turns_of(tokenizer, "m") == Turns([7])
+        assert find_turn_tokens(tokenizer, "m") == ChatTurnTokens([7])
     tokenizer.bos_token = None
     with pytest.raises(
         InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"
     ):
-        turns_of(tokenizer, "m")
+        find_turn_tokens(tokenizer, "m")
 
 
 def test_the_template_is_completed_after_each_turn(model):
     """Whatever the model draws: after a turn's last token come the template's tokens up to the next
     turn.
     """
-    free = write_sequences(model, Turns([5]), 1, 200, seed=0)[0].tolist()
+    free = sample_sequences(model, ChatTurnTokens([5]), 1, 200, seed=0)[0].tolist()
     end = next(token for token, _ in Counter(free).most_common() if token not in (3, 4, 5, 6))
-    turns = Turns([5], (end, 3, 4), (end, 6))
-    written = write_sequences(model, turns, 1, 200, seed=0)[0].tolist()
+    turns = ChatTurnTokens([5], (end, 3, 4), (end, 6))
+    written = sample_sequences(model, turns, 1, 200, seed=0)[0].tolist()
     first = free.index(end, 1)
     assert written[: first + 3] == [*free[: first + 1], 3, 4]
     places = [place for place, token in enumerate(written) if token == end and place < 197]
@@ -77,7 +77,7 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     corpus = open_corpus(str(rows), tokenizer, 0)
-    for use in (lambda: turns_of(tokenizer, "m"), lambda: corpus.documents(100)):
+    for use in (lambda: find_turn_tokens(tokenizer, "m"), lambda: corpus.read_documents(100)):
         with pytest.raises(
             InputError,
             match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc",
@@ -89,7 +89,8 @@ def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
     monkeypatch.setattr(self_written, "SELF_TOKENS", 24)
     told = []
     first, again, other = (
-        write_sequences(model, Turns([5, 6]), 3, 12, seed, told.append) for seed in (1, 1, 2)
+        sample_sequences(model, ChatTurnTokens([5, 6]), 3, 12, seed, told.append)
+        for seed in (1, 1, 2)
     )
     assert first.shape == (3, 12)
     assert first[:, :2].tolist() == [[5, 6]] * 3
@@ -101,7 +102,7 @@ def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
 
 def test_tokens_are_drawn_from_the_models_distribution(model):
     """With the cache: every token follows all those before it."""
-    longer = write_sequences(model, Turns([5]), 1, 8, seed=3)
+    longer = sample_sequences(model, ChatTurnTokens([5]), 1, 8, seed=3)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.tensor([[5]])
     for _ in range(7):

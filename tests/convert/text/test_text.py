@@ -16,13 +16,13 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import cut_token_windows
 from kvfold.convert.text import corpus, windows
 from kvfold.convert.text.corpus import (
-    calibration_texts,
     check_seq_len,
-    check_sources,
+    check_text_sources,
+    choose_calibration_texts,
     open_corpus,
-    with_share,
+    parse_text_share,
 )
-from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, split_blocks
+from kvfold.convert.text.tokenizer import check_vocabulary, find_prefix_tokens, split_blocks
 from kvfold.convert.text.windows import load_calibration
 
 BOS = 256
@@ -104,11 +104,13 @@ def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
 def test_further_sequences_leave_the_others_as_they_are(text, tokenizer):
     plain, more = (load(text, tokenizer, 5, 31, further=count) for count in (0, 20))
     assert torch.equal(more.held_out, plain.held_out)
-    assert torch.equal(plain.training, plain.calibration)
-    assert torch.equal(more.training, torch.cat([plain.calibration, more.further]))
-    assert len(torch.cat([more.training, more.held_out]).unique(dim=0)) == 5 + 8 + 20
+    assert torch.equal(plain.training_sequences, plain.calibration)
+    assert torch.equal(more.training_sequences, torch.cat([plain.calibration, more.further]))
+    assert len(torch.cat([more.training_sequences, more.held_out]).unique(dim=0)) == 5 + 8 + 20
     every = load(text, tokenizer, 5, 31, further=10**6)
-    assert len(every.training) + 8 == 12000 // 30  # characters; a sequence begins with BOS
+    assert (
+        len(every.training_sequences) + 8 == 12000 // 30
+    )  # characters; a sequence begins with BOS
 
 
 def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(text, tokenizer):
@@ -151,7 +153,7 @@ def test_windows_for_perplexity_begin_with_the_prefix_alone(options, prefix):
     tokenizer = byte_tokenizer(**options)
     words = numbers(100)
     body = 41 - len(prefix)
-    assert prefix_tokens(tokenizer) == prefix
+    assert find_prefix_tokens(tokenizer) == prefix
     found = cut_token_windows(tokenizer, words, 5, 41)
     assert found[:, : len(prefix)].tolist() == [prefix] * 5
     text = "".join(tokenizer.decode(row[len(prefix) :]) for row in found)
@@ -238,7 +240,7 @@ def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tex
     for file, content in FILES.items():
         (tmp_path / file).write_bytes(content)
     for refuses in (
-        lambda: check_sources([name], "text"),
+        lambda: check_text_sources([name], "text"),
         lambda: open_corpus(name, None, 0, option="text"),
     ):
         with pytest.raises(InputError) as raised:
@@ -258,7 +260,7 @@ def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(tmp_path, tokenize
 @pytest.mark.parametrize(("share", "counts"), [("", (11, 4, 2)), (":3", (16, 6, 3))])
 def test_texts_are_mixed_in_their_shares(text, tokenizer, share, counts):
     text.with_name("b:c.txt").write_text(numbers(2000, start=50_000))
-    texts = [with_share(name) for name in (f"{text}{share}", f"{text.parent}/b:c.txt")]
+    texts = [parse_text_share(name) for name in (f"{text}{share}", f"{text.parent}/b:c.txt")]
     found, again, other = (
         load_calibration(texts, tokenizer, 21, 31, seed, further=4) for seed in (0, 0, 1)
     )
@@ -276,7 +278,7 @@ def test_a_share_is_a_weight_above_zero(text, refused):
     """What follows the colon and is no number belongs to the name."""
     for spec in (f"{text}:x", f"{text}:1e3", f"{text}:0"):
         with refused() as caught:
-            check_sources([spec])
+            check_text_sources([spec])
         assert caught.value.field == "calibration"
 
 
@@ -350,7 +352,7 @@ def test_a_big_file_is_read_in_parts_from_all_over(tmp_path, tokenizer, monkeypa
     rows = [numbers(10, 10 * n) for n in range(4000)]
     plain = name == "big.txt"
     path.write_text("\n".join(row if plain else json.dumps({"text": row}) for row in rows))
-    read = open_corpus(str(path), tokenizer, 0).documents(1 << 14)[0]
+    read = open_corpus(str(path), tokenizer, 0).read_documents(1 << 14)[0]
     assert sum(map(len, read)) <= 1 << 14 < path.stat().st_size / 10
     everything = "\n".join(rows)
     places = []
@@ -393,4 +395,4 @@ def test_long_texts_are_tokenized_in_blocks_without_loss(text):
     ids=str,
 )
 def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given, chats, texts):
-    assert calibration_texts(given, chats) == texts
+    assert choose_calibration_texts(given, chats) == texts

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.loop import distillation_loss, next_token_loss
@@ -43,9 +43,9 @@ def task_of():
 
         def make(folder, stored="F32"):
             checkpoint = open_checkpoint(folder)
-            model = model_of(checkpoint.config)
+            model = make_model(checkpoint.config)
             layers = range(model.geometry.layers)
-            names = [name for layer in layers for name in model.attention_names(layer)]
+            names = [name for layer in layers for name in model.list_attention_tensors(layer)]
             planned = [
                 OutputTensor(name, stored, info.shape, None if name in names else name)
                 for name, info in checkpoint.tensors.items()

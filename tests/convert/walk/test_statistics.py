@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.families.layer_io import read_layer
-from kvfold.convert.families.model import model_of
+from kvfold.convert.families.layer_io import read_attention_weights
+from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
@@ -122,7 +122,7 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(name, changes, dtype, tiny_fa
     computes them.
     """
     checkpoint = open_checkpoint(tiny_family(name, **changes))
-    model = model_of(checkpoint.config, checkpoint.tensors)
+    model = make_model(checkpoint.config, checkpoint.tensors)
     stream = CheckpointStream(
         checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), dtype=dtype
     )
@@ -130,7 +130,7 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(name, changes, dtype, tiny_fa
         torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0))
     )
     scale = model.layers[0].scale
-    weights = read_layer(model, 0, checkpoint.read_tensor)
+    weights = read_attention_weights(model, 0, checkpoint.read_tensor)
     with stream.open_layer(0) as layer:
         found = compute_queries_and_keys(layer(hidden), weights, model, 0, layer.arguments(hidden))
     assert found.query is not None
