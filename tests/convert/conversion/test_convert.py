@@ -270,10 +270,11 @@ def link_elsewhere(model):
     [
         (exchange, ".safetensors"),
         (overwrite, ".safetensors"),
+        (lambda model: os.truncate(min(model.glob("*.safetensors")), 900), ".safetensors"),
         (link_elsewhere, "generation_config.json"),
         (lambda model: (model / "generation_config.json").unlink(), "generation_config.json"),
     ],
-    ids=["replaced", "overwritten", "linked", "removed"],
+    ids=["replaced", "overwritten", "truncated", "linked", "removed"],
 )
 def test_a_change_during_the_run(model, change, found):
     (model / "generation_config.json").write_text("{}")
