@@ -37,8 +37,9 @@ def check_output_path(
     overwrite: bool | None = False,
     model: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model``
-    may be a hub id; ``overwrite`` is None for a command without that option.
+    """Return the real path of the output folder OUT after checking that a run may write it; nothing
+    on disk changes. ``model`` is MODEL's folder or hub id. ``overwrite`` is None for a command that
+    has no option --overwrite.
 
     Raises InputError if OUT exists and is neither an empty folder nor, with ``overwrite``, a folder
     with a ``kvfold.json`` that lists all its files; if OUT is a mount point; if OUT and MODEL
@@ -71,8 +72,8 @@ def check_output_path(
 
 
 def _check_replaceable(target: Path, overwrite: bool | None) -> None:
-    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint
-    that kvfold wrote and nothing else.
+    """Raise InputError unless the existing path ``target`` may be replaced: it must be an empty
+    folder or, with ``overwrite``, a folder with only files that kvfold wrote.
     """
     try:
         names = os.listdir(target)
@@ -95,13 +96,13 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
             " files), so it is never replaced; choose another OUT (are MODEL and OUT swapped?)"
         )
     if not overwrite:
-        way_out = "remove it" if overwrite is None else "use --overwrite"
-        raise InputError(f"{target} already exists; choose another OUT or {way_out}")
-    foreign = {*list_files(target)} - {*recorded, RECORD, ".gitattributes"}
-    if foreign:
+        advice = "remove it" if overwrite is None else "use --overwrite"
+        raise InputError(f"{target} already exists; choose another OUT, or {advice}")
+    foreign_files = {*list_files(target)} - {*recorded, RECORD, ".gitattributes"}
+    if foreign_files:
         raise InputError(
-            f"{target} contains {min(foreign)}, which kvfold did not write; move what you need"
-            " elsewhere, or choose another OUT"
+            f"{target} contains {min(foreign_files)}, which kvfold did not write; move what you"
+            " need elsewhere, or choose another OUT"
         )
 
 
@@ -114,15 +115,15 @@ def open_output_folder(
     resume: Callable[[Path], bool] | None = None,
     fresh: bool = False,
 ) -> Iterator[Path]:
-    """Yield a temporary folder that becomes OUT when the block ends, and is removed if the block
-    raises.
+    """Yield a temporary folder for the output files. When the with-block ends, the folder is
+    renamed to OUT; if the block raises an error, it is removed.
 
     On success, the folder is synced and renamed to OUT; with ``overwrite``, an existing OUT stays
     intact until the two are exchanged. Folders that killed runs left behind for this OUT are
     removed, except the newest one that ``resume(folder)`` accepts: it is yielded instead of a new
     one. If the block raises, the folder is kept for a later run if ``resume`` accepts it; with
-    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output_path`` does, and
-    if another process is writing OUT.
+    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output_path``
+    does, and if another process is writing OUT.
     """
     target = check_output_path(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, lock_output(target) as locked:
@@ -161,8 +162,8 @@ def open_output_folder(
 
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
-    """Raise InputError if fewer than ``needed_bytes`` are free for the files of ``folder``, with
-    what a resumed run has written there.
+    """Raise InputError if the disk of ``folder`` has fewer than ``needed_bytes`` for its files.
+    Bytes that an interrupted run has already written there count as free.
     """
     # in blocks, since the holes of sparse shards take no room
     written = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
@@ -177,8 +178,11 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def lock_output(target: Path) -> Iterator[bool]:
-    """Create the folders above ``target``, which are removed if they stay empty, and lock it for
-    the block; yields False if the file system lacks locks. InputError if another run has it.
+    """Hold a lock on the output folder ``target`` during the with-block. Yields True, or False if
+    the file system does not support locks. Raises InputError if another run holds the lock.
+
+    The missing folders above ``target`` are created first; those that stay empty are removed after
+    the block.
     """
     # The package filelock would not do: it leaves its file behind, and without locks puts a file in
     # their place that blocks every run after a killed one.
@@ -214,8 +218,8 @@ def lock_output(target: Path) -> Iterator[bool]:
 
 
 def _open_lock_file(path: Path) -> int | None:
-    """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not
-    support locks; BlockingIOError if another process has it.
+    """Open and lock the file ``path``. Returns its file descriptor, or None if the file system does
+    not support locks. Raises BlockingIOError if another process holds the lock.
     """
     while True:
         # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
@@ -236,8 +240,8 @@ def _open_lock_file(path: Path) -> int | None:
 def _choose_work_folder(
     target: Path, stale: list[Path], resume: Callable[[Path], bool] | None
 ) -> Path:
-    """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the
-    other stale folders.
+    """Return the temporary folder for a run: the first of the folders ``stale``, left behind by
+    killed runs, that ``resume`` accepts, otherwise a new one. The other stale folders are removed.
     """
     chosen = None
     for path in stale:
@@ -252,8 +256,8 @@ def _choose_work_folder(
 
 
 def _finish_replacement(path: Path, target: Path) -> None:
-    """Finish an interrupted replacement: move the old OUT at ``path`` back if ``target`` is
-    missing, else delete it.
+    """Clean up after a run that was killed while it replaced OUT. If OUT (``target``) is missing,
+    its old version at ``path`` is moved back; otherwise that version is deleted.
     """
     if path.name.endswith(_ASIDE):
         if os.path.lexists(path) and not os.path.lexists(target):
@@ -263,7 +267,9 @@ def _finish_replacement(path: Path, target: Path) -> None:
 
 
 def _move_to_target(folder: Path, target: Path, overwrite: bool) -> None:
-    """Move the finished ``folder`` to ``target`` and sync the parent folder."""
+    """Move the finished ``folder`` to ``target``, replacing what is there if ``overwrite``, and
+    flush the parent folder to disk.
+    """
     if overwrite and os.path.lexists(target):
         _check_replaceable(target, overwrite)  # another program may have put something there
         # Without an atomic exchange, a run that finds the old OUT aside but no OUT moves it back.
@@ -284,8 +290,8 @@ def _move_to_target(folder: Path, target: Path, overwrite: bool) -> None:
 
 
 def _exchange_folders(source: Path, target: Path) -> bool:
-    """Exchange two folders with Linux's renameat2. Returns False if the C library, kernel or file
-    system lacks it.
+    """Exchange the names of two folders atomically with Linux's renameat2. Returns False if the C
+    library, the kernel or the file system does not support it.
     """
     function = getattr(ctypes.CDLL(None), "renameat2", None)
     paths = _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target)
@@ -297,8 +303,9 @@ def _exchange_folders(source: Path, target: Path) -> bool:
 
 @contextmanager
 def open_file(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or folder, which must not be a link, for the block. Unlike Python's own OSErrors,
-    those raised here and in the block name the file.
+    """Yield the descriptor of a file or folder that was opened with ``flags``, and close it after
+    the with-block. Symbolic links are refused. Every OSError from here or from the block contains
+    the file's path.
     """
     try:
         # a pipe would block until somebody reads it
@@ -313,7 +320,7 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_bytes_at(file: int, data: memoryview, position: int) -> None:
-    """Write all of ``data`` at ``position`` in an open file."""
+    """Write all bytes of ``data`` to the open ``file``, beginning at byte ``position``."""
     while data:
         # A call takes at most 2 GiB. It may write less than it was given, and only the next one
         # tells that the disk is full.
@@ -323,7 +330,7 @@ def write_bytes_at(file: int, data: memoryview, position: int) -> None:
 
 
 def write_small_file(path: Path, content: bytes | str) -> None:
-    """Write a small file; text is encoded as UTF-8."""
+    """Write ``content`` as the whole file ``path``, not atomically; text is encoded as UTF-8."""
     data = content.encode() if isinstance(content, str) else content
     with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
         write_bytes_at(file, memoryview(data), 0)
@@ -331,8 +338,8 @@ def write_small_file(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield ``path`` with ".new" appended: the file that the block writes there replaces ``path``
-    when the block ends.
+    """Yield a temporary path, ``path`` with the suffix ".new". The file that the with-block writes
+    there replaces ``path`` atomically when the block ends.
 
     A kill meanwhile leaves the old file, if any, and part of the new one; an exception leaves only
     the old file.

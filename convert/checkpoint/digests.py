@@ -1,5 +1,6 @@
-"""SHA-256 hashes in ``kvfold.json``: of every tensor, of the headers of weight files and of other
-files whole. Together they cover every byte of a checkpoint that kvfold wrote.
+"""SHA-256 hashes of a converted checkpoint, stored in its ``kvfold.json``: one for each tensor, for
+the header of each weight file, and for each other file. Together they cover every byte that kvfold
+wrote.
 """
 
 import hashlib
@@ -26,8 +27,8 @@ _HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a
 
 
 def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
-    """The SHA-256 of a file, or of its bytes ``start`` to ``end``. InputError if it ends before
-    that.
+    """Return the SHA-256 of the file ``path``, or of its bytes from ``start`` to ``end``, as hex
+    digits. Raises InputError if the file ends before ``end``.
     """
     digest = hashlib.sha256()
     for step in read_in_steps(path, start, path.stat().st_size if end is None else end):
@@ -36,8 +37,8 @@ def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
 
 
 def fingerprint_files(paths: Iterable[Path]) -> list[list[Any]]:
-    """Path, size, and SHA-256 of each existing file, as JSON values, to tell whether it changed
-    since.
+    """Return ``[path, size, SHA-256]`` for each existing file, as JSON values. A resumed run
+    compares them to tell whether a file has changed.
 
     A file above 64 MiB has its modification time in place of the SHA-256, which would take seconds
     per file.
@@ -51,8 +52,8 @@ def fingerprint_files(paths: Iterable[Path]) -> list[list[Any]]:
 
 
 def add_hashes(record: dict[str, Any], folder: Path, known: Mapping[str, str]) -> None:
-    """Add the hashes of all files and tensors in ``folder`` to its ``record``. Tensors with a
-    ``known`` hash are not read.
+    """Add the SHA-256 hashes of all files and tensors in ``folder`` to ``record``, the content of
+    its ``kvfold.json``. ``known`` maps tensor names to hashes that need not be computed again.
     """
     checkpoint = open_checkpoint(folder)
     checkpoint.digests.update(known)
@@ -66,8 +67,8 @@ def add_hashes(record: dict[str, Any], folder: Path, known: Mapping[str, str]) -
 
 
 def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The hashes of files and of tensors in the ``kvfold.json`` of ``folder``; empty without one.
-    Raises InputError if it is damaged.
+    """Return two dicts from the ``kvfold.json`` of ``folder``: SHA-256 by file name, and by tensor
+    name. Both are empty if there is no such file. Raises InputError if it is damaged.
     """
     if not os.path.lexists(folder / RECORD):
         return {}, {}
@@ -85,8 +86,8 @@ def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for every file of ``folder`` that is missing, changed or new compared to
-    ``files`` of its record. Of weight files, only the headers are compared.
+    """Yield one message for each file of ``folder`` that is missing, new, or different from its
+    hash in ``files``, which maps names to SHA-256. Of weight files, only the headers are hashed.
     """
     for name in sorted(set(_list_hashed_files(folder)) - files.keys()):
         yield f"{name}: kvfold did not write this file"
@@ -104,8 +105,8 @@ def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
 
 
 def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for every tensor of ``checkpoint``, read before, whose hash is not in
-    ``hashes``.
+    """Yield one message for each tensor of ``checkpoint`` whose SHA-256 differs from the one in
+    ``hashes``. Only tensors that have been read are compared.
     """
     for name, digest in checkpoint.digests.items():
         if digest != hashes.get(name):
@@ -116,8 +117,8 @@ def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> I
 
 
 def _hash_checkpoint_file(path: Path) -> str:
-    """The SHA-256 of a file; of a safetensors file, of its header, since the tensors have their
-    own.
+    """Return the SHA-256 of a file. Of a safetensors file, only the header is hashed, because each
+    tensor has its own hash.
     """
     end = path.stat().st_size
     if path.suffix == ".safetensors":
@@ -126,5 +127,7 @@ def _hash_checkpoint_file(path: Path) -> str:
 
 
 def _list_hashed_files(folder: Path) -> list[str]:
-    """The files below ``folder``, except the record and top-level hidden ones (``.git``)."""
+    """Return the relative paths of all files in ``folder`` and its subfolders that get a hash: all
+    but ``kvfold.json`` and names that begin with a dot, such as ``.git``.
+    """
     return [name for name in list_files(folder) if name != RECORD and not name.startswith(".")]

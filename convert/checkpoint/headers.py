@@ -1,4 +1,5 @@
-"""Read the header of a safetensors file, without torch.
+"""Read the header of a safetensors file: the name, dtype, shape and position of each tensor. Does
+not import torch.
 
 Format: the header length in 8 little-endian bytes, a JSON object ``{name: {dtype, shape,
 data_offsets}}`` padded with spaces, then the bytes of all tensors without gaps
@@ -27,8 +28,8 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor. ``start`` and ``end`` are byte positions in ``file``, whose name is
-    relative to the folder.
+    """The name, dtype and shape of one stored tensor, and where it is stored: bytes ``start`` to
+    ``end`` of ``file``, a path relative to the checkpoint's folder.
 
     For tensors in a legacy pickle or on the hub, the positions only define an order.
     """
@@ -42,18 +43,21 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """The tensor's size in bytes."""
         return self.end - self.start
 
 
 def count_tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor in bytes; for sub-byte dtypes, it is rounded up to whole bytes."""
+    """Return the size in bytes of a tensor with this safetensors ``dtype`` and ``shape``. Dtypes of
+    less than a byte per element are rounded up to whole bytes per tensor.
+    """
     bits: int = DTYPES[dtype]["bits"]
     return -(-math.prod(shape) * bits // 8)
 
 
 def read_header(path: Path, file: str) -> list[TensorInfo]:
-    """The tensors of the safetensors file at ``path``, in byte order. Raises InputError if it is
-    not a valid one.
+    """Return one `TensorInfo` for each tensor of the safetensors file at ``path``, in byte order.
+    ``file`` is the file's name in them. Raises InputError if the file is not valid safetensors.
     """
     try:
         # The library checks lengths and types, that each tensor has the bytes of its dtype and
@@ -65,7 +69,9 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         tensors = []
         for name, entry in entries.items():
             if max(entry["shape"], default=0) > _MOST_ELEMENTS:
-                raise ValueError(f"tensor {shorten(name)} has shape {shorten(entry['shape'])}")
+                raise ValueError(
+                    f"tensor {shorten(name)} has shape {shorten(entry['shape'])}, too large"
+                )
             start, end = (base + offset for offset in entry["data_offsets"])
             shape = tuple(entry["shape"])
             tensors.append(TensorInfo(name, entry["dtype"], shape, file, start, end))
@@ -78,5 +84,7 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
 
 
 def read_header_end(path: Path) -> int:
-    """The position of a safetensors file's first tensor, according to its first bytes."""
+    """Return the byte position at which the header of a safetensors file ends and its first tensor
+    begins, as stated by the file's first 8 bytes.
+    """
     return _LENGTH_BYTES + int.from_bytes(read_bytes(path, _LENGTH_BYTES), "little")

@@ -1,5 +1,5 @@
-"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. Imports huggingface_hub only
-when needed.
+"""Download and upload models of the Hugging Face hub, named ``owner/name`` or
+``owner/name@revision``. Imports huggingface_hub only when needed.
 """
 
 import re
@@ -40,8 +40,8 @@ _HUB_ADVICE = {
 
 
 def download_model(model: str) -> Path:
-    """Download what is missing from the hub cache and return the snapshot's folder, which is named
-    after its commit. Raises InputError if that fails.
+    """Download the model's files that are not in the hub cache yet. Returns the local snapshot
+    folder, which is named after its commit. Raises InputError if the download fails.
     """
     folder = _download_files(model, [*_SMALL, *_SAFETENSORS])
     if not any((folder / file).exists() for file in (SINGLE, INDEX)):
@@ -50,8 +50,9 @@ def download_model(model: str) -> Path:
 
 
 def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
-    """The tensors of a model on the hub, whose headers are fetched with range requests, and the
-    local folder with its config and chat template; None if it has no safetensors files.
+    """Fetch only the names, dtypes and shapes of the tensors of a hub model, by HTTP range
+    requests. Returns the local folder with its config.json and chat template, and one `TensorInfo`
+    per tensor; None if the model has no safetensors files.
 
     Raises InputError if that fails or a header is not valid.
     """
@@ -79,6 +80,9 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
 
 
 def _download_files(model: str, patterns: list[str]) -> Path:
+    """Download the model's files that match ``patterns`` into the hub cache. Returns the snapshot
+    folder.
+    """
     import huggingface_hub
 
     name, _, revision = model.partition("@")
@@ -90,8 +94,8 @@ def _download_files(model: str, patterns: list[str]) -> Path:
 
 
 def upload_files(folder: Path, names: Iterable[str], repository: str, private: bool = False) -> str:
-    """Upload the files ``names`` of ``folder`` to a model repository, which is created; returns the
-    URL of the commit.
+    """Upload the files ``names`` of ``folder`` to the model repository ``repository`` on the hub,
+    created if missing. Returns the URL of the commit.
 
     Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises
     InputError if it fails, and if a name or a link leaves the folder.
@@ -115,7 +119,9 @@ def upload_files(folder: Path, names: Iterable[str], repository: str, private: b
 def _translate_hub_errors(
     model: str, advice: str = "check the path or the hub id"
 ) -> Iterator[None]:
-    """Turn any failure of a request to the hub in the block into an InputError."""
+    """Raise any error of a hub request in the with-block as an InputError that names ``model`` and
+    ends with ``advice``.
+    """
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -127,6 +133,6 @@ def _translate_hub_errors(
     # the hub's library passes on its transport's errors, which have no common base
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        known = [text for name, text in _HUB_ADVICE.items() if name in kinds]
-        reason = f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
-        raise InputError(f"{model}: {known[0] if known else reason}") from None
+        known_failures = [text for name, text in _HUB_ADVICE.items() if name in kinds]
+        failure = f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
+        raise InputError(f"{model}: {known_failures[0] if known_failures else failure}") from None

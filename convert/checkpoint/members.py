@@ -1,7 +1,7 @@
-"""The files of a checkpoint's folder: which they are, and how they are read safely.
+"""Find, read and parse the files in a checkpoint's folder safely.
 
-A checkpoint may come from a stranger: every file is read by `read_checkpoint_file` or from the path that
-`resolve_checkpoint_file` returns, so that no link or name leads out of the folder.
+A checkpoint may come from a stranger: every file is read by `read_checkpoint_file`, or from the
+path that `resolve_checkpoint_file` returns, so that no link or name leads out of the folder.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ DEQUANTIZE = (
 # The largest numbers in a config. Twice the layers of the deepest published model: classes build
 # them one by one, so that a billion would keep a command for hours. Widths far beyond published
 # models: classes compute tables of rotary frequencies from them when they are built.
-_MOST = {
+_LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 1024),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 20),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "rotary_dim"), 1 << 20),
@@ -54,8 +54,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
-    """Fill ``buffer`` with the bytes of a regular file from ``start``. InputError if it is none, is
-    too short or cannot be read.
+    """Fill ``buffer`` with the bytes of the file ``path``, beginning at byte ``start``. Raises
+    InputError if ``path`` is not a regular file, is too short or cannot be read.
     """
     end = start + len(buffer)
     try:
@@ -63,25 +63,26 @@ def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise InputError(f"{path} must be a regular file; replace it with one")
+                raise InputError(f"{path} is not a regular file; replace it with one")
             while buffer:
                 count = os.preadv(file, [buffer[: 1 << 30]], start)  # one call reads at most 2 GiB
                 if count == 0:
                     raise InputError(
-                        f"{path} ends before byte {end}: it changed while it was read; run again"
+                        f"{path} ends before byte {end}: it changed while kvfold read it; run again"
                     )
                 buffer = buffer[count:]
                 start += count
         finally:
             os.close(file)
     except OSError as error:
-        way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
-        raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
+        advice = ADVICE.get(error.errno or 0, "make it readable or download it again")
+        raise InputError(f"{path} cannot be read ({error.strerror}); {advice}") from None
 
 
 def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
-    """Yield the bytes ``start`` to ``end`` of a file in order, at most ``STEP`` at once, each in
-    the memory of the one before. InputError as in ``read_into_buffer``.
+    """Yield the bytes ``start`` to ``end`` of a file, at most 4 MiB at a time. Every step reuses
+    the same buffer, so use each one before taking the next. Raises InputError if the file cannot be
+    read.
     """
     buffer = memoryview(bytearray(min(STEP, end - start)))
     for position in range(start, end, STEP):
@@ -91,7 +92,9 @@ def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
 
 
 def read_bytes(path: Path, length: int | None = None) -> bytes:
-    """Read a file, or its first ``length`` bytes. InputError as in ``read_into_buffer``."""
+    """Return the content of the file ``path``, or only its first ``length`` bytes. Raises
+    InputError if the file cannot be read.
+    """
     size = path.stat().st_size
     data = bytearray(size if length is None else min(length, size))
     read_into_buffer(memoryview(data), path, 0)
@@ -99,8 +102,8 @@ def read_bytes(path: Path, length: int | None = None) -> bytes:
 
 
 def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
-    """The real path of the file ``name`` of the checkpoint in ``folder``; errors mention
-    ``named_by``.
+    """Return the real path of the file ``name`` in the checkpoint ``folder``. ``named_by`` is the
+    file that mentions ``name``, for error messages.
 
     Follows links that end inside the folder or, for a snapshot in the hub cache, inside the same
     model's ``blobs/``. Raises InputError for all that leads elsewhere, and for anything but a
@@ -126,19 +129,19 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
             " folder; replace it with the file itself"
         )
     if not path.is_file():
-        raise InputError(f"{folder / name} must be a regular file; replace it with one")
+        raise InputError(f"{folder / name} is not a regular file; replace it with one")
     return path
 
 
 def read_checkpoint_file(folder: Path, name: str) -> bytes:
-    """The content of a checkpoint's file without weights: every such file is read by this function.
-    InputError as in ``resolve_checkpoint_file``, and if the file has more than 64 MiB.
+    """Return the content of one file of a checkpoint, except a weight file. Raises InputError if
+    the file is larger than 64 MiB, or a link that leads out of ``folder``.
     """
     path = resolve_checkpoint_file(folder, name)
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise InputError(
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
-            " are read; download it again"
+            " are allowed; download it again"
         )
     return read_bytes(path)
 
@@ -147,8 +150,8 @@ def read_checkpoint_file(folder: Path, name: str) -> bytes:
 
 
 def parse_json_value(data: bytes) -> Any:
-    """Parse bytes as JSON in UTF-8 with valid Unicode strings. Raises ValueError or RecursionError
-    with the reason.
+    """Parse bytes as a JSON value in UTF-8. Raises ValueError or RecursionError if they are not
+    valid JSON, or contain half of a surrogate pair.
     """
     value = json.loads(data.decode())
     # JSON can spell half of a surrogate pair, and Python reads it, but it can be neither printed
@@ -159,8 +162,8 @@ def parse_json_value(data: bytes) -> Any:
 
 
 def parse_json_object(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse the bytes of the file ``path`` as a JSON object. Raises InputError with the file's name
-    if they are not.
+    """Parse ``data``, the content of the file ``path``, as a JSON object. Raises InputError that
+    names ``path`` if the content is not a JSON object.
     """
     try:
         value = parse_json_value(data)
@@ -177,7 +180,9 @@ def parse_json_object(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
-    """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
+    """Read ``config.json`` in ``folder``. Returns its content and the SHA-256 of its bytes. Raises
+    InputError if it is missing, invalid, or has a number that is too large.
+    """
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise InputError(
@@ -190,24 +195,24 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     for table in tables:
         tables += [value for value in table.values() if isinstance(value, dict)]  # of wrappers
         for key, value in table.items():
-            most = _MOST.get(key, _LARGEST_NUMBER)
-            if isinstance(value, int) and "max_length" not in key and abs(value) > most:
+            limit = _LIMITS.get(key, _LARGEST_NUMBER)
+            if isinstance(value, int) and "max_length" not in key and abs(value) > limit:
                 raise InputError(
-                    f"{path}: {key} is {shorten(value)}, but must be at most {most}; correct it"
+                    f"{path}: {key} is {shorten(value)}, but must be at most {limit}; correct it"
                 )
     return config, hashlib.sha256(data).hexdigest()
 
 
 def format_json(value: Mapping[str, Any]) -> str:
-    """``value`` as JSON in the style of transformers' configs: two-space indentation, unsorted, a
-    final newline.
+    """Return ``value`` as JSON text in the style of transformers' configs: indented by two spaces,
+    keys in their given order, with a final newline.
     """
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def set_config_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A copy of ``config`` with ``dtype`` under its dtype keys ("dtype" if it has none), in nested
-    configs too.
+    """Return a copy of ``config`` (config.json) that states ``dtype`` under the keys "dtype" or
+    "torch_dtype", whichever it has, or else "dtype". Nested configs that state a dtype change too.
     """
     changed = dict(config)
     for name, value in config.items():
@@ -223,16 +228,16 @@ def set_config_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The relative paths of all files below ``folder``, sorted. A link to a folder is a file: what
-    is behind it is not part of ``folder``.
+    """Return the relative paths of all files in ``folder`` and its subfolders, sorted. A link to a
+    folder counts as one file; the files behind it are not listed.
     """
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
 def list_extra_files(folder: Path) -> list[str]:
-    """The sorted names of the files of ``folder`` that an output needs besides the weights, such as
-    tokenizers, chat templates and licenses.
+    """Return the sorted names of the files in ``folder`` that a converted checkpoint needs besides
+    its weights, such as tokenizers, chat templates and licenses.
     """
     files = {path for pattern in EXTRA_PATTERNS for path in folder.glob(pattern)}
     return sorted(
@@ -243,30 +248,30 @@ def list_extra_files(folder: Path) -> list[str]:
 
 
 def find_weight_file(names: Collection[str], where: object) -> str:
-    """The file among ``names`` that contains or indexes the weights, in transformers' order of
-    preference.
+    """Return the one of the file ``names`` that contains or indexes the weights, in transformers'
+    order of preference. Raises InputError, which names ``where``, if there is none.
     """
     for name in (SINGLE, INDEX, *LEGACY):
         if name in names:
             return name
-    others = sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES)
+    other_weights = sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES)
     raise InputError(
-        f"{where} has {', '.join(others[:5]) or 'no weights'}, but weights must be in {SINGLE},"
-        f" {INDEX} or {LEGACY_SINGLE}; save the model with save_pretrained (docs/questions.md shows"
-        " how for GGUF)"
+        f"{where} has {', '.join(other_weights[:5]) or 'no weights'}, but weights must be in"
+        f" {SINGLE}, {INDEX} or {LEGACY_SINGLE}; save the model with save_pretrained"
+        " (docs/questions.md shows how for GGUF)"
     )
 
 
 def decode_file_name(path: Path) -> str:
-    """The last component of a path, for records. Each byte that is not UTF-8 becomes a replacement
-    character.
+    """Return the last component of ``path`` as text for ``kvfold.json``. Bytes that are not valid
+    UTF-8 become the Unicode replacement character.
     """
     return os.fsencode(path.name).decode("utf-8", "replace")
 
 
 def get_file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
-    """Map each existing file to its device, inode, size and modification time. Call this before
-    reading the files.
+    """Map each existing file to its device, inode, size and modification time, which show later
+    whether the file has changed. Call this before reading the files.
     """
     # A run reads headers first and weights over hours. A file that changes meanwhile would give a
     # result that belongs to neither version.

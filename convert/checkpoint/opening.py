@@ -1,5 +1,5 @@
-"""Open a checkpoint by reading its headers: names, dtypes and shapes are known at once, other bytes
-are read on demand.
+"""Open a checkpoint by reading only its headers, which give the name, dtype and shape of each
+tensor. Weights are read when they are needed.
 
 Does not import torch, transformers or huggingface_hub until a tensor or a legacy file is read or a
 hub id is used.
@@ -50,7 +50,8 @@ _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint.
+    """A checkpoint whose config and tensor headers have been read; its weights are read by
+    `read_tensor` and the other methods.
 
     ``folder`` has its files; of a hub model opened by its headers, only the small ones.
     ``config`` is the content of config.json.
@@ -77,12 +78,16 @@ class Checkpoint:
 
     @property
     def hub_id(self) -> str | None:
-        """The model's id on the hub, or None for a folder."""
+        """The model's id on the hub (``owner/name``), or None if the model was opened from a local
+        folder.
+        """
         return self.origin.partition("@")[0] if "/" in self.origin else None
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the tokenizer has a chat template, which is in one of two files."""
+        """True if the tokenizer has a chat template, in ``tokenizer_config.json`` or in
+        ``chat_template.jinja``.
+        """
         settings, template = CHAT_FILES
         with suppress(InputError):
             if parse_json_object(Path(settings), read_checkpoint_file(self.folder, settings)).get(
@@ -92,7 +97,7 @@ class Checkpoint:
         return (self.folder / template).is_file()
 
     def count_float_bytes(self) -> Counter[str]:
-        """The bytes of floating-point tensors by dtype."""
+        """Return the total size in bytes of the floating-point tensors, by safetensors dtype."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
             if info.dtype in FLOAT_DTYPES:
@@ -100,7 +105,7 @@ class Checkpoint:
         return sizes
 
     def read_tensor(self, name: str) -> "torch.Tensor":
-        """Read a tensor in its stored dtype into CPU memory of its own."""
+        """Read the tensor ``name`` in its stored dtype and shape into new CPU memory."""
         import torch
 
         shape = self.tensors[name].shape
@@ -112,8 +117,8 @@ class Checkpoint:
     def read_tensor_chunks(
         self, name: str, elements: int | None = None
     ) -> "Iterator[torch.Tensor]":
-        """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to
-        limit memory use; all at once without ``elements``.
+        """Yield the elements of the tensor ``name`` in order, as 1-D CPU tensors of at most
+        ``elements`` elements each. If ``elements`` is None, the whole tensor is one chunk.
         """
         import torch
 
@@ -142,8 +147,8 @@ class Checkpoint:
             self.digests[name] = digest.hexdigest()
 
     def read_bytes_as(self, name: str, dtype: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another, in
-        steps that are each in the memory of the one before.
+        """Yield the bytes of the tensor ``name`` in order, cast to the safetensors ``dtype``, a few
+        MiB at a time. Chunks may share one buffer, so use each one before taking the next.
         """
         info = self.tensors[name]
         if dtype == info.dtype and not self.legacy:
@@ -155,8 +160,8 @@ class Checkpoint:
             yield view_as_bytes(cast_floats(chunk, TORCH_DTYPES[dtype], name))
 
     def compute_model_digest(self) -> str:
-        """The SHA-256 of config.json and of every tensor's name, dtype, shape and bytes, however
-        they are divided into files.
+        """Return one SHA-256 for the whole model: of config.json and of every tensor's name, dtype,
+        shape and bytes. It does not depend on how the tensors are divided into files.
 
         Reads the tensors that were not read yet.
         """
@@ -169,25 +174,29 @@ class Checkpoint:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Raise InputError if a file has changed since the checkpoint was opened. Call this before
-        publishing.
+        """Raise InputError if a file has changed on disk since the checkpoint was opened. Call this
+        before the output becomes visible.
         """
         after = get_file_states(self.states)
-        changed = [path.name for path, state in self.states.items() if after.get(path) != state]
-        if changed:
+        changed_files = [
+            path.name for path, state in self.states.items() if after.get(path) != state
+        ]
+        if changed_files:
             raise InputError(
-                f"{self.origin}: {', '.join(changed)} changed during the run, so no output was"
-                " kept; run again when nothing writes to it"
+                f"{self.origin}: {', '.join(changed_files)} changed during the run, so no output"
+                " was kept; run again when no program writes to the model's folder"
             )
 
     def close(self) -> None:
-        """Release memory and files; a later read opens them again."""
+        """Free the memory of legacy weight files that are loaded. Reading a tensor later loads them
+        again.
+        """
         self._loaded.clear()
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder or a hub id (``id@revision``, downloaded unless it is in the cache) and check
-    every header.
+    """Open the model in a folder or of a hub id (``owner/name@revision``), and check the headers of
+    all weight files. A hub model is downloaded unless it is in the cache.
 
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
@@ -200,16 +209,17 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def check_models_open(*models: str) -> None:
-    """Raise the errors of ``open_checkpoint`` for all ``models``, so that typos are found before
-    torch is imported.
+    """Raise InputError unless `open_checkpoint` can open each of ``models``. Commands call this
+    first, so that wrong paths show before torch is imported.
     """
     for model in models:
         open_checkpoint(model).close()
 
 
 def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
-    """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and
-    headers: no tensors.
+    """Open a checkpoint without downloading its weights: of a hub model, only the config, the
+    index, the chat template and the tensor headers are fetched. A local folder opens as in
+    `open_checkpoint`.
 
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
     HF_HUB_OFFLINE, every hub id is opened from the cache.
@@ -231,7 +241,9 @@ def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
-    """The real path of a folder, or None for a hub id."""
+    """Return the real path of ``model`` if it is a local folder, or None if it is a hub id. Raises
+    InputError if it is neither.
+    """
     folder = Path(model)
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
@@ -249,11 +261,16 @@ def _resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
 
 
 def _format_hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
-    """The id of a hub model with the commit, after which the folder ``snapshot`` is named."""
+    """Return ``owner/name@commit`` for a hub model. The folder ``snapshot`` is named after the
+    commit.
+    """
     return f"{str(model).partition('@')[0]}@{snapshot.name}"
 
 
 def _open_folder(folder: Path, origin: str) -> Checkpoint:
+    """Open the checkpoint in a local ``folder`` and check all its headers. ``origin`` is the
+    model's name in messages. Raises one InputError with all problems.
+    """
     names = os.listdir(folder)
     extra = list_extra_files(folder)
     # states are taken before anything is read: a change in between must not go unseen
@@ -280,7 +297,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             states |= get_file_states([path])
             if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
                 raise InputError(
-                    f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+                    f"{file} is a Git LFS pointer, not the file; fetch it with `git lfs pull`"
                 )
             tensors |= {info.name: info for info in read(path, file)}
     if weight_map and not problems:
@@ -299,7 +316,9 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
 
 @contextmanager
 def _collect_problems(problems: list[str]) -> Iterator[None]:
-    """Append the lines of an InputError in the block to ``problems``."""
+    """Catch an InputError in the with-block and append its lines to ``problems``, so that several
+    errors are reported together.
+    """
     try:
         yield
     except InputError as error:
@@ -307,8 +326,8 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
 
 
 def _read_weight_map(folder: Path, entry: str) -> dict[str, str]:
-    """The ``weight_map`` of the index ``entry``: file names by tensor name. Empty if ``entry`` is
-    the only weight file.
+    """Return the file name of each tensor from the index file ``entry`` in ``folder``. Returns an
+    empty dict if ``entry`` is the weight file itself, not an index.
     """
     if not entry.endswith(".json"):
         return {}
@@ -322,13 +341,15 @@ def _read_weight_map(folder: Path, entry: str) -> dict[str, str]:
     ):
         return weight_map
     raise InputError(
-        f"{folder / entry} needs a 'weight_map' from tensor names to file names; download the file"
-        " again"
+        f"{folder / entry} needs a 'weight_map' that maps tensor names to file names; download the"
+        " file again"
     )
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise InputError if the config or a tensor says that the weights are quantized."""
+    """Raise InputError if config.json or the dtypes and names of the tensors show that the weights
+    are quantized.
+    """
     config = checkpoint.config
     settings = config.get("quantization_config") or config.get("compression_config")
     packed = [
@@ -338,5 +359,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         or (info.dtype[0] in "IU" and info.name.endswith(_PACKED))
     ]
     if settings or packed:
-        sign = shorten(settings) if settings else f"tensor {packed[0]!r}"
-        raise InputError(f"{checkpoint.origin}: its weights are quantized ({sign}); {DEQUANTIZE}")
+        evidence = shorten(settings) if settings else f"tensor {packed[0]!r}"
+        raise InputError(
+            f"{checkpoint.origin}: its weights are quantized ({evidence}); {DEQUANTIZE}"
+        )

@@ -1,5 +1,5 @@
-"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin``
-with torch.
+"""Read torch tensors from safetensors files by byte position, and from legacy files
+``pytorch_model*.bin`` by torch.load; check and cast their values.
 """
 
 import pickle
@@ -21,15 +21,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def view_as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, as a memoryview of the same memory."""
+    """Return the bytes of a contiguous CPU tensor as a memoryview that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensor_chunks(
     path: Path, info: TensorInfo, elements: int | None
 ) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in a safetensors file, as flat tensors of at most ``elements``
-    each; all at once without ``elements``.
+    """Yield the elements of the tensor ``info`` in the safetensors file ``path``, as 1-D tensors of
+    at most ``elements`` elements each. If ``elements`` is None, the whole tensor is one chunk.
     """
     dtype = TORCH_DTYPES[info.dtype]
     step = info.nbytes if elements is None else elements * dtype.itemsize
@@ -40,8 +40,8 @@ def read_tensor_chunks(
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
-    """The number of NaN and infinite elements. If there are none, this takes a single pass without
-    a copy.
+    """Return the number of NaN and infinite elements of ``tensor``. A tensor without any is checked
+    in one pass, without a copy.
     """
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0
@@ -50,18 +50,20 @@ def count_non_finite(tensor: torch.Tensor) -> int:
 
 
 def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
-    """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear
-    in the message.
+    """Raise InputError if ``tensor`` contains NaN or infinity. The message begins with ``where``
+    (which tensor) and ends with ``consequence``.
     """
-    if bad := count_non_finite(tensor):
+    if bad_count := count_non_finite(tensor):
         raise InputError(
-            f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}; the model"
-            " is damaged; download it again"
+            f"{where} has {bad_count} NaN or infinite element{'s' * (bad_count != 1)}{consequence};"
+            " the model is damaged; download it again"
         )
 
 
 def cast_floats(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast between floating dtypes. Raises InputError if a finite value becomes infinite."""
+    """Cast ``chunk``, a part of the tensor ``name``, to another floating-point dtype. Raises
+    InputError if a finite value becomes infinite.
+    """
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
@@ -73,8 +75,9 @@ def cast_floats(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
 
 
 def load_pickled_state(path: Path) -> dict[str, torch.Tensor]:
-    """Load a pickled state dict with ``weights_only=True``, mapped into memory if possible. Raises
-    InputError if the file contains anything but dense tensors by name.
+    """Load a state dict from a legacy file ``pytorch_model*.bin`` with ``weights_only=True``,
+    memory-mapped if possible. Raises InputError if the file contains anything but named dense
+    tensors.
     """
     try:
         # an archive of torch 1.6 or newer can be mapped
@@ -83,25 +86,33 @@ def load_pickled_state(path: Path) -> dict[str, torch.Tensor]:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
             if unpacked > path.stat().st_size:  # torch.save compresses nothing: not its archive
-                raise ValueError(f"an archive that unpacks to {unpacked} bytes, more than it has")
+                raise ValueError(
+                    f"the archive would unpack to {unpacked} bytes, more than its size"
+                )
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         if not isinstance(state, dict):
-            raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
+            raise ValueError(
+                f"must contain a dict of tensors by name, not a {type(state).__name__}"
+            )
         for name, tensor in state.items():
             if not _is_dense_tensor(name, tensor):
-                raise ValueError(f"the value of {shorten(name)} is no dense tensor with a name")
+                raise ValueError(f"the value of {shorten(name)} is not a dense tensor")
     except Exception as error:  # torch lets every kind of error of its readers through
         # torch's own text of an UnpicklingError recommends to allow the execution of code
-        reason = "" if isinstance(error, pickle.UnpicklingError) else f": {summarize_error(error)}"
+        error_text = (
+            "" if isinstance(error, pickle.UnpicklingError) else f": {summarize_error(error)}"
+        )
         raise InputError(
-            f"{path.name}: not a whole file of plain tensors{reason}; download the file again, or"
-            " save the model with save_pretrained"
+            f"{path.name}: not a complete file of dense tensors{error_text}; download the file"
+            " again, or save the model with save_pretrained"
         ) from None
     return state
 
 
 def _is_dense_tensor(name: Any, tensor: Any) -> bool:
-    """True if this is the name of a dense tensor of a plain dtype, whole in its file."""
+    """True if ``name`` is a printable string and ``tensor`` is a dense tensor of a supported dtype
+    whose storage holds all its elements.
+    """
     return (
         isinstance(name, str)
         and name.isprintable()  # half of a surrogate pair could not be written
@@ -115,7 +126,9 @@ def _is_dense_tensor(name: Any, tensor: Any) -> bool:
 
 
 def read_legacy_header(path: Path, file: str) -> list[TensorInfo]:
-    """The tensors of a legacy file. Raises InputError if it contains anything else."""
+    """Return one `TensorInfo` for each tensor of the legacy file ``path`` (``pytorch_model*.bin``).
+    ``file`` is the file's name in them. Raises InputError if the file is not valid.
+    """
     tensors = []
     position = 0
     for name, tensor in load_pickled_state(path).items():

@@ -1,5 +1,5 @@
-"""Plan and write a checkpoint's shards. The plan fixes the shard and offset of every tensor before
-the first byte is written, so tensors can be written in any order.
+"""Assign output tensors to weight files (shards), and write them in any order: the file and byte
+offset of every tensor are fixed before the first byte is written.
 
 Tensors that no transform changes are copied as bytes, without decoding. The SHA-256 of every tensor
 is computed while its bytes pass.
@@ -37,7 +37,8 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written.
+    """The name, safetensors dtype and shape of a tensor that a conversion will write, and the
+    source tensors that it copies.
 
     ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several
     names mean that these tensors are concatenated, such as experts stored one by one; ``()`` means
@@ -51,25 +52,28 @@ class OutputTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The names of the source tensors to copy, in the order in which they are concatenated."""
+        """The names of the source tensors that are copied, in the order in which they are
+        concatenated; empty for a computed tensor or one of zeros.
+        """
         return (self.source,) if isinstance(self.source, str) else self.source or ()
 
     @property
     def nbytes(self) -> int:
+        """The tensor's size in bytes."""
         return count_tensor_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file and its tensors, in byte order."""
+    """One safetensors file of the output and its tensors, in byte order."""
 
     file: str
     tensors: tuple[OutputTensor, ...]
 
     @cached_property
     def header(self) -> bytes:
-        """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8
-        bytes.
+        """The bytes of the file before its first tensor: the header's length and its JSON, padded
+        with spaces to a multiple of 8 bytes.
         """
         entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         position = 0
@@ -87,12 +91,13 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
+        """The size of the whole file in bytes, header included."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The place of a tensor: bytes ``start`` .. ``end`` of ``file``."""
+    """Where an output tensor is stored: bytes ``start`` to ``end`` of ``file``."""
 
     tensor: OutputTensor
     file: Path
@@ -101,8 +106,8 @@ class TensorLocation:
 
 
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file
-    of its own.
+    """Distribute ``tensors`` over weight files (shards) in the given order, at most ``max_bytes``
+    per file. A tensor larger than that gets a file of its own.
     """
     groups: list[list[OutputTensor]] = []
     used = 0
@@ -124,8 +129,8 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single shard does
-    not need an index.
+    """Write model.safetensors.index.json for ``shards``, which maps each tensor to its file. A
+    checkpoint with a single weight file gets no index.
     """
     if len(shards) < 2:
         return
@@ -136,7 +141,9 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def has_shard_header(path: Path, shard: Shard) -> bool:
-    """True if the file at ``path`` has the size and header of ``shard``."""
+    """True if the file at ``path`` has the size and the header planned for ``shard``, so that a
+    resumed run can continue to fill it.
+    """
     try:
         with open_file(path, os.O_RDONLY) as file:
             size = os.fstat(file).st_size
@@ -146,7 +153,8 @@ def has_shard_header(path: Path, shard: Shard) -> bool:
 
 
 class ShardWriter:
-    """Writes the shards of one output folder. Does not need closing.
+    """Writes tensors into the weight files (shards) of an output folder, in any order, and computes
+    their SHA-256. It keeps no file open, so it need not be closed.
 
     A file is opened for each write: a model may have more files than a process may hold open.
 
@@ -160,6 +168,9 @@ class ShardWriter:
     def __init__(
         self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] | None = None
     ) -> None:
+        """Create the weight files of ``shards`` in ``folder`` at their final sizes, unless a killed
+        run has created them: ``resume_written`` then names the tensors that it wrote.
+        """
         self._folder = folder
         self._shards = tuple(shards)
         self._locations: dict[str, TensorLocation] = {}
@@ -182,8 +193,8 @@ class ShardWriter:
                 write_bytes_at(file, memoryview(shard.header), 0)
 
     def write(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write the computed ``tensors`` that are in this process's shards, cast as planned, and
-        return their bytes.
+        """Write the computed ``tensors`` into their files, cast to the planned dtypes. Tensors that
+        belong to another process's files are skipped. Returns the number of bytes written.
 
         Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
@@ -229,8 +240,9 @@ class ShardWriter:
     def copy_source_tensors(
         self, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Iterator[None]:
-        """Copy every tensor that has a source and is not written yet, in the order of the source's
-        bytes, while the block reads the checkpoint and writes the tensors that it computes.
+        """Copy every tensor that is taken unchanged from ``checkpoint``, in background threads
+        while the with-block computes and writes the others. All copies are complete when the block
+        ends.
 
         ``progress`` is called with the bytes of every step, in the block too. An error in the block
         stops the copy; an error in the copy is raised by the next ``write`` or when the block ends.
@@ -268,6 +280,9 @@ class ShardWriter:
     def _copy_tensor(
         self, location: TensorLocation, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> None:
+        """Copy the bytes of one output tensor from its source tensors to its ``location``, and
+        store their SHA-256. ``progress`` is called with the number of bytes of each step.
+        """
         tensor = location.tensor
         digest = hashlib.sha256()
         position = location.start
@@ -286,22 +301,24 @@ class ShardWriter:
             progress(tensor.nbytes)
         elif position != location.end:
             raise KvfoldError(
-                f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have"
-                f" {position - location.start}"
+                f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"
+                f" {position - location.start} bytes"
             )
         elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
             checkpoint.digests[name] = digest.hexdigest()
         self.written.add(tensor.name)
 
     def sync(self) -> None:
-        """Make all writes so far survive a machine crash. Call this before recording progress for a
-        resume.
+        """Flush all weight files to disk, so that the tensors written so far survive a power
+        failure. Call this before recording a layer as finished.
         """
         for shard in self._shards:
             sync_path(self._folder / shard.file)
 
     def finish(self) -> None:
-        """Sync all files. Raises KvfoldError with the tensors that were not written, if any."""
+        """Check that every tensor was written, then flush all weight files to disk. Raises
+        KvfoldError with the names of the missing tensors.
+        """
         if missing := [name for name in self._locations if name not in self.written]:
-            raise KvfoldError(f"{self._folder}: {len(missing)} tensors were not written", missing)
+            raise KvfoldError(f"{self._folder} lacks {len(missing)} tensors of the plan", missing)
         self.sync()

@@ -1,4 +1,6 @@
-"""Load what a calibrated conversion needs: the source as a stream of layers, and the text."""
+"""Load what a conversion with calibration text runs: the source model as a stream of layers, and
+the tokens.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibrated conversion runs.
+    """The source model and the tokens that a calibrated conversion runs through it.
 
     source: the source as a stream of layers.
     tokens: the sequences of its calibration text.
@@ -42,15 +44,18 @@ class Calibration:
 
 
 def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibration:
-    """Load what a calibrated conversion by ``plan`` runs: the calibration and held-out sequences,
-    on the first of several processes for all, and the source.
+    """Return the source model as a stream of layers, with the calibration and held-out tokens that
+    the request of ``plan`` asks for. Raises InputError without a tokenizer or enough text.
 
-    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough
-    text.
+    With several processes, the first one loads the text for all. Text that the source model writes
+    itself is saved in ``scratch``, so that a resumed run uses the same text.
     """
     request = plan.request
 
     def load_tokens() -> CalibrationTokens:
+        """Return the calibration, training and held-out tokens of the request, checked against the
+        model's vocabulary.
+        """
         tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
         further = 0
         if request.polish:
@@ -82,8 +87,8 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
 
 
 def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
-    """Open the source as a stream of layers in float32, on the device and in the precision that the
-    request names.
+    """Open the source model as a stream of layers in float32, on the requested device, with the
+    requested autocast precision for calibration passes and training steps.
 
     A precision chosen by measurement is saved in ``scratch``, so that a resumed run uses it too.
     """
@@ -93,6 +98,9 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     saved = scratch / PRECISION
 
     def choose_autocast() -> torch.dtype | None:
+        """Return the dtype of matrix products in calibration and training, None for float32; it is
+        measured if the request says ``auto``.
+        """
         if not saved.is_file():
             # Float32 weights would be rounded to less than they are stored in.
             full = request.precision == "auto" and request.dtype == "float32"
@@ -117,19 +125,19 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
 def _write_sequences(
     plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int
 ) -> Tensor:
-    """Sample ``count`` sequences ``[count, T]`` from the source; a resumed run loads them from
-    ``scratch``.
+    """Sample ``count`` sequences of tokens ``[count, T]`` from the source model as calibration
+    text, and save them in ``scratch``. A resumed run loads the saved ones.
     """
     request = plan.request
     saved = scratch / SELF_TEXT
     turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.length <= len(turns.start):
-        rule = (
+        requirement = (
             f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
             " writes; raise it"
         )
-        raise option_error("seq_len", request.length, rule)
+        raise option_error("seq_len", request.length, requirement)
     if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)

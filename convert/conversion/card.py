@@ -1,5 +1,5 @@
-"""The model card of a converted checkpoint. It has no dates, timings or paths, so equal requests
-give equal bytes.
+"""Write the model card (README.md) of a converted checkpoint. It has no dates, timings or local
+paths, so equal requests give equal bytes.
 
 ``card.md.jinja`` is its text. Its commands load, serve, measure, further train and reproduce the
 checkpoint. They run in the card's folder and have no placeholders to fill in.
@@ -34,8 +34,8 @@ _CARD_SECONDS = 3.0
 
 
 def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
-    """Return the text of README.md for the converted checkpoint; ``record`` is the content of its
-    ``kvfold.json``.
+    """Return the text of README.md for the converted checkpoint. ``record`` is the content of its
+    ``kvfold.json``, ``drift`` its measured loss.
     """
     from jinja2 import Environment
     from markupsafe import Markup
@@ -70,8 +70,9 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
 
 
 def escape_markdown_value(value: object) -> object:
-    """``value`` for a line of Markdown: names from files may contain line breaks, backticks, or
-    codes that a terminal obeys. ``Markup`` stays as it is.
+    """Return ``value`` made safe for one line of Markdown: line breaks, control characters and
+    backticks in names from files are escaped. ``Markup`` and values that are not strings stay as
+    they are.
     """
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
@@ -79,8 +80,8 @@ def escape_markdown_value(value: object) -> object:
 
 
 def format_front_matter(source: Checkpoint) -> str:
-    """Return the card's metadata as YAML: the source's license and languages, and its base model on
-    the hub.
+    """Return the model card's metadata as YAML: the license and languages of ``source``, and its
+    base model on the hub.
     """
     import yaml
     from huggingface_hub import ModelCardData
@@ -94,8 +95,8 @@ def format_front_matter(source: Checkpoint) -> str:
             known = {} if block is None else dict(yaml.safe_load(block[2]))
 
     def get_strings(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
-        """The string or strings under ``name``; None for any other value, or if one does not match
-        ``pattern``.
+        """Return the string or list of strings under the metadata key ``name``, or None if a value
+        is not a string or does not match ``pattern``.
         """
         value = known.get(name)
         entries = value if isinstance(value, list) else [value]
@@ -124,16 +125,16 @@ def format_front_matter(source: Checkpoint) -> str:
 
 
 def format_source_name(plan: Plan) -> str:
-    """The source as a shell word for commands in the card's folder: a hub id with commit, or the
-    folder next to it.
+    """Return the source model's name, quoted for shell commands that run in the card's folder: its
+    hub id with the commit, or the path ``../folder``.
     """
     name = plan.checkpoint.origin
     return shlex.quote(name if plan.checkpoint.hub_id else f"../{name}")
 
 
 def _format_reproducing_command(plan: Plan) -> str:
-    """The command that reproduces the checkpoint, with every option that affects it and differs
-    from its default.
+    """Return the ``kvfold convert`` command that reproduces the checkpoint, with every option that
+    affects the result and differs from its default.
     """
     specs = collect_options(ConvertRequest)
     changed = plan.request.non_defaults()
@@ -143,12 +144,13 @@ def _format_reproducing_command(plan: Plan) -> str:
         Path(text).name if Path(parse_text_share(text)[0]).exists() else text
         for text in plan.request.calibration
     )
-    return f"kvfold convert {format_source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"
+    arguments = shlex.join(["converted", *format_argv(given)])
+    return f"kvfold convert {format_source_name(plan)} {arguments}"
 
 
 def render_trained_card(card: str, name: str, section: str) -> str:
-    """Return the ``card`` of a checkpoint after uptraining: ``section`` first, then the card's
-    earlier content, which describes the checkpoint before.
+    """Return the model card of a checkpoint after uptraining: ``section``, which describes the
+    training, followed by the earlier ``card``. ``name`` is the title if the card has none.
     """
     front, title, rest = re.findall(r"\A(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)[0]
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"

@@ -90,8 +90,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 
 def _plan_dry_run(request: ConvertRequest) -> Conversion:
-    """The conversion as planned, for a dry run: headers suffice for a model on the hub, and
-    config.json for a folder without weights.
+    """Plan the conversion for ``--dry-run`` without writing anything. Of a hub model only the
+    headers are fetched; a local folder without weights needs only its config.json.
     """
     checkpoint = checkpoint_from_config(request) or open_headers_only(request.model)
     with closing(checkpoint):
@@ -106,7 +106,9 @@ def _convert_layers(
     writer: ShardWriter,
     stages: Stages,
 ) -> None:
-    """Convert and write all layers."""
+    """Convert all layers of the source model in order and write their tensors. A resumed run loads
+    the layers in ``journal`` instead of converting them again.
+    """
     # Only here: bytes are copied while it imports torch.
     from kvfold.convert.conversion import layers
 

@@ -1,5 +1,5 @@
-"""The journal of a calibrated run: the notes of its finished layers, so that the same command
-resumes after the last one.
+"""The journal of a calibrated run: a file that lists its finished layers, so that the same command
+can resume after the last one.
 
 Until the output is complete, the journal is in the temporary folder, beside the shards with these
 layers' tensors. A resumed run passes the calibration text through the finished layers, which costs
@@ -37,9 +37,12 @@ POLISH_STATE = ".polish.pt"
 
 
 class Journal:
-    """The finished layers of the run in ``folder``, counted from layer 0."""
+    """The list of layers that the run in ``folder`` has finished, counted from layer 0, with their
+    notes for ``kvfold.json``; stored on disk after each layer.
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
+        """Load the journal in ``folder`` if there is one, otherwise begin an empty one."""
         self.folder = folder
         self._plan = plan
         # Only a calibrated run is resumed, and the settings need torch, which others import once
@@ -51,17 +54,17 @@ class Journal:
 
     @property
     def finished_count(self) -> int:
-        """The number of finished layers."""
+        """The number of layers that are finished."""
         return len(self._notes)
 
     @property
     def written_tensors(self) -> list[str]:
-        """The tensors of finished layers."""
+        """The names of the output tensors of all finished layers."""
         computed = self._plan.output.computed
         return [name for names in computed[: self.finished_count] for name in names]
 
     def read_layer(self, layer: int) -> dict[str, "Tensor"]:
-        """The tensors of a finished ``layer`` as stored."""
+        """Read the output tensors of the finished ``layer`` from the weight files, by name."""
         from safetensors import safe_open
 
         names = set(self._plan.output.computed[layer])
@@ -74,8 +77,8 @@ class Journal:
         return tensors
 
     def add_layer(self, notes: Mapping[str, Any]) -> None:
-        """Record the next layer as finished, once every process calls this with its tensors on
-        disk.
+        """Record the next layer as finished and save its ``notes``. Every process must call this
+        after its tensors are on disk.
         """
         processes.all_gather(None)
         self._notes.append(dict(notes))
@@ -85,8 +88,8 @@ class Journal:
                 sync_path(new)
 
     def merge_notes(self) -> dict[str, Any]:
-        """The notes of all layers as lists by name; a layer without a note of a name is left out of
-        its list.
+        """Return the notes of all layers, merged into one list per note name. A layer that lacks a
+        note adds nothing to that note's list.
         """
         merged: dict[str, Any] = {}
         for notes in self._notes:
@@ -96,20 +99,25 @@ class Journal:
 
 
 def remove_resume_files(folder: Path) -> None:
-    """Remove the files that only a resumed run needs from ``folder``: the output is complete."""
+    """Remove the files that only a resumed run would need from ``folder``: the journal, generated
+    text, measured precision and training state.
+    """
     for name in (_NAME, SELF_TEXT, PRECISION, POLISH_STATE):
         for path in folder.glob(f"{name}*"):  # what a kill left of a new version too
             path.unlink()
 
 
 def count_finished_layers(folder: Path) -> int:
-    """The number of finished layers in the temporary ``folder`` of a run."""
+    """Return the number of finished layers in a run's temporary ``folder``; 0 if it has no readable
+    journal.
+    """
     journal = _read_journal(folder)
     return 0 if journal is None else len(journal["layers"])
 
 
 def can_resume(plan: Plan, folder: Path) -> bool:
-    """True if a run of the same request and source left a finished layer in ``folder``.
+    """True if ``folder`` has finished layers of an interrupted run with the same request and
+    unchanged files, so that this run can continue after them.
 
     Raises InputError if the run there had another request, so that nothing of it is lost. If files
     of the model, the text or the run have changed since, its layers are of no use: a line on stderr
@@ -129,14 +137,14 @@ def can_resume(plan: Plan, folder: Path) -> bool:
             file=sys.stderr,
         )
     now = collect_run_settings(plan)
-    count = len(journal["layers"])
+    finished_count = len(journal["layers"])
     for name in [*now, *before]:
         old = before.get(name)
         if name != "files" and old != now.get(name):
             raise InputError(
                 f"the interrupted run in {folder} used {format_option(name, old)}, not"
-                f" {format_option(name, now.get(name))}; use the same to continue after its layer"
-                f" {count}, or --fresh to discard it"
+                f" {format_option(name, now.get(name))}; use the same options to continue after its"
+                f" layer {finished_count}, or --fresh to discard it"
             )
     files = [*before["files"], *now["files"]]
     changed = {file[0]: None for file in files if files.count(file) == 1}
@@ -149,15 +157,17 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     if not changed or not (plan.checkpoint.folder / CONFIG).exists():
         return True
     print(
-        f"discarding the finished layers ({count}) in {folder}: {', '.join(changed)} changed since"
-        " then; starting over",
+        f"discarding the finished layers ({finished_count}) in {folder}: {', '.join(changed)}"
+        " changed since then; starting over",
         file=sys.stderr,
     )
     return False
 
 
 def collect_run_settings(plan: Plan) -> dict[str, Any]:
-    """Everything that affects a run's bytes, as JSON values; files count by `stamps`."""
+    """Return all settings that affect the bytes of a run's output, as JSON values: options, device,
+    threads, package versions, and fingerprints of the input files.
+    """
     import torch
 
     request = plan.request
@@ -182,8 +192,8 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _read_journal(folder: Path) -> dict[str, Any] | None:
-    """The settings (``run``) and notes (``layers``) of the journal in ``folder``; None if damaged
-    or missing.
+    """Return the content of the journal file in ``folder``: a run's settings under ``run``, its
+    layers' notes under ``layers``. None if the file is missing or damaged.
     """
     try:
         journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())

@@ -1,4 +1,4 @@
-"""The verdict on a conversion in words, and the command to run next.
+"""Judge a conversion by its measured loss in a few words, and suggest the next command.
 
 The limits are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.json``; the tables in
 ``docs/choosing.md`` show them beside the rows that they come from.
@@ -22,7 +22,8 @@ _UPTRAIN = {"steps": 200, "batch_tokens": 16384}
 
 
 class Loss(NamedTuple):
-    """What a result loses.
+    """The three figures that decide the verdict on a converted model: excess loss, KL divergence
+    and top-1 agreement with the source.
 
     excess: nats per token
     kl: nats per token
@@ -39,7 +40,9 @@ LIMITS = {NEAR: Loss(0.07, 0.12, 0.80), WORSE: Loss(0.25, 0.40, 0.65)}
 
 
 def judge_drift(loss: "Loss | DriftReport") -> str:
-    """The verdict on ``loss``: the first whose limits no figure exceeds; NaN exceeds all."""
+    """Return the verdict on a measured ``loss`` in words: the best one in `LIMITS` whose limits no
+    figure exceeds. NaN exceeds every limit.
+    """
     for verdict, limits in LIMITS.items():
         within = loss.excess <= limits.excess and loss.kl <= limits.kl
         if within and loss.agreement >= limits.agreement:
@@ -48,7 +51,9 @@ def judge_drift(loss: "Loss | DriftReport") -> str:
 
 
 def format_verdict(drift: "DriftReport") -> str:
-    """The verdict, followed by "uncertain" if the interval of the excess includes a limit."""
+    """Return the verdict in words, followed by ", uncertain" if the confidence interval of the
+    excess loss contains a limit between two verdicts.
+    """
     if drift.identical:
         return "identical to the source"
     margin = drift.excess_margin or 0.0
@@ -57,8 +62,8 @@ def format_verdict(drift: "DriftReport") -> str:
 
 
 def suggest_next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
-    """The words of the command to run after a conversion with this ``drift``: it measures a result
-    that is near the source or not measured yet, and trains any other, first by polishing.
+    """Return the command line to run after a conversion, as a list of words. It measures a result
+    that is near the source or not measured yet, and trains any other result.
     """
     request = plan.request
     if drift is None or judge_drift(drift) == NEAR:

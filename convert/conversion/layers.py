@@ -1,4 +1,5 @@
-"""Convert one layer: fit it by the request's method, refit its output projection, and refine it.
+"""Convert one layer: fit its new attention by the chosen method, adjust its output projection, and
+train it (refinement).
 
 Pooling heads needs no transformers, which takes seconds to import: modules that do are imported in
 the functions that use them.
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 def open_walk(
     plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int = 0
 ) -> "Walk":
-    """A walk over the source of ``plan`` with the student that the finished checkpoint would be.
+    """Return an iterator over the layers of the source model. It runs the calibration and held-out
+    tokens through the source and the converted layers so far (the student).
 
     Statistics of the calibration sequences begin with layer ``statistics_from``, if the method
     needs them.
@@ -61,7 +63,9 @@ def open_walk(
 
 
 def build_student(plan: Plan, calibration: "Calibration") -> "Student":
-    """The converted model of ``plan``, before its checkpoint is complete."""
+    """Return the converted model as a stream of layers, to run before its checkpoint is complete.
+    Converted tensors are added to it layer by layer; all others are read from the source.
+    """
     from kvfold.convert.walk.walk import Student
 
     return Student(calibration.source, plan.output, recast=plan.request.dtype != "auto")
@@ -70,10 +74,11 @@ def build_student(plan: Plan, calibration: "Calibration") -> "Student":
 def convert_layer(
     plan: Plan, step: "Step", refine: int | str, shared: dict[bool, PairLosses] | None = None
 ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """The tensors of the layer of ``step``, named and shaped as in the output's files: fitted by
-    the method, its output projection refitted to the student, and refined in ``refine`` steps.
+    """Return the output tensors of the converted layer at ``step``, by their names in the output
+    files, and the layer's notes for ``kvfold.json``.
 
-    Also returns notes for ``kvfold.json``. ``shared`` as in `fit_layer`.
+    The method fits the layer, a regression adjusts the output projection to the student's inputs,
+    and ``refine`` steps of training follow. `fit_layer` explains ``shared``.
     """
     from kvfold.convert.walk.output_fit import refit_output_projection
 
@@ -103,7 +108,8 @@ def fit_layer(
     step: "Step | None" = None,
     shared: dict[bool, PairLosses] | None = None,
 ) -> ConvertedLayer:
-    """Convert layer ``index`` by the method of ``plan``.
+    """Return the attention weights of layer ``index``, converted by the method of ``plan`` but not
+    trained yet.
 
     ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
     numbers of heads. Raises InputError for weights that are not finite.
@@ -155,13 +161,16 @@ def fit_layer(
 
 
 def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:
-    """Read the source's attention in ``layer``. Raises InputError if a weight needed by its
-    transform is not finite.
+    """Read the source model's query, key, value and output projections in ``layer``. Raises
+    InputError if a weight that the method needs is not finite.
     """
     checkpoint = plan.checkpoint
     needed = set(plan.reads[layer])
 
     def read_tensor(name: str) -> Tensor:
+        """Return the tensor ``name`` of the source, checked for NaN and infinity. A tensor that the
+        method does not need is an empty one on the meta device.
+        """
         info = checkpoint.tensors[name]
         if name not in needed:
             # Pooling leaves queries and the output alone: they have a shape, but no bytes are read.
@@ -174,8 +183,8 @@ def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:
 
 
 def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
-    """The rotary frequencies for fitting a fold. They only guide the fit: the output keeps the
-    source's rotation.
+    """Return the rotary frequencies of ``layer`` that a conversion to GQA or MQA assumes while it
+    fits keys. They never change the output's own RoPE.
     """
     try:
         return make_layer_rotary(plan.model, layer, "short")
@@ -193,8 +202,8 @@ def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
 
 
 def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
-    """The refinement task for ``plan``: the norms and scales around its attention, and any constant
-    to keep fixed.
+    """Return the training task that refines one converted layer in ``steps`` steps: which norms and
+    scales act on its attention output, and whether it has a constant channel to keep.
     """
     from kvfold.convert.training.refine import RefineSettings
 
@@ -207,7 +216,9 @@ def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
 
 
 def make_attention_update(plan: Plan) -> "AttentionUpdate":
-    """How the source's layers add their attention to the residual stream."""
+    """Return how the source's layers add the attention output to the residual stream: the residual
+    scale, and the name of a norm after the attention, if any.
+    """
     from kvfold.convert.walk.output_fit import AttentionUpdate
 
     norms = plan.model.names_by_role.get(("attention_post_norm", 0))

@@ -22,8 +22,9 @@ from kvfold.convert.walk.walk import check_finite, choose_chunk_size
 
 @torch.no_grad()
 def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
-    """The drift of the checkpoint in ``folder`` on the held-out text, with the loss by position on
-    long sequences, if there are any.
+    """Measure the converted checkpoint in ``folder`` against the source on held-out text: KL
+    divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
+    position.
 
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
@@ -55,7 +56,9 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
 def make_record_entries(
     calibration: Calibration, notes: Mapping[str, Any], drift: DriftReport
 ) -> dict[str, Any]:
-    """The entries of a calibrated run for ``kvfold.json``, identical for equal runs."""
+    """Return the entries of a calibrated run for ``kvfold.json``: its text, the ``notes`` of its
+    layers, and the measured drift. Equal runs give equal entries.
+    """
     tokens = calibration.tokens
     entries = {
         "calibration": {

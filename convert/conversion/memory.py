@@ -1,5 +1,5 @@
-"""Estimate the memory and disk space that a conversion needs, and check that they are free. Does
-not import torch.
+"""Estimate the memory and disk space in bytes that a conversion needs, and check that there is
+enough. Does not import torch.
 """
 
 import shutil
@@ -52,7 +52,7 @@ _SLACK = 4 << 20
 
 
 class ResourceNeeds(NamedTuple):
-    """The bytes that a conversion needs.
+    """The bytes of memory and of disk space that a conversion needs.
 
     memory: the peak of one process.
     disk: for the output, with headers and side files, and for the state of polishing.
@@ -63,8 +63,8 @@ class ResourceNeeds(NamedTuple):
 
 
 def estimate_needs(plan: Plan) -> ResourceNeeds:
-    """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small
-    models.
+    """Estimate the bytes of memory that each process needs, and the bytes of disk space for the
+    output. Both are upper bounds; small models need as little as half of the memory.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and
     its converted twin, the activations of a layer call, the fit's matrices, and the hidden states
@@ -121,7 +121,7 @@ def estimate_needs(plan: Plan) -> ResourceNeeds:
 
 
 def source_writes_text(plan: Plan) -> bool:
-    """True if the source writes some of the calibration text itself."""
+    """True if the source model generates some of the calibration text itself."""
     if not plan.request.calibrated:
         return False
     return SELF in dict(
@@ -130,34 +130,37 @@ def source_writes_text(plan: Plan) -> bool:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError if the request needs the whole model in memory, but it does not fit."""
+    """Raise InputError if an option of the request needs the whole model in memory at once, but
+    there is not enough free memory.
+    """
     if source_writes_text(plan):
         option = "--calibration self (the default of chat models)"
-        otherwise = f"leave that text out with --calibration {SELF}:0"
+        alternative = f"leave that text out with --calibration {SELF}:0"
     elif plan.request.polish:
         option = "--polish"
-        otherwise = "use only --refine, which loads one layer at a time"
+        alternative = "use only --refine, which loads one layer at a time"
     else:
         return
     needed = estimate_needs(plan).memory
-    free = get_free_memory_bytes(plan)
-    if free is not None and needed > free:
+    free_memory = get_free_memory_bytes(plan)
+    if free_memory is not None and needed > free_memory:
         raise InputError(
             f"{option} needs the whole model in memory: about {format_bytes(needed)}, but only"
-            f" {format_bytes(free)} are free; use a machine with more memory, or {otherwise}"
+            f" {format_bytes(free_memory)} are free; use a machine with more memory, or"
+            f" {alternative}"
         )
 
 
 def get_free_disk_bytes(plan: Plan) -> int:
-    """The free bytes on OUT's disk."""
+    """Return the free bytes on the disk of the output folder."""
     folder = Path(plan.request.out).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def get_free_memory_bytes(plan: Plan) -> int | None:
-    """The free bytes of memory on the device that ``plan`` uses; None if the system does not report
-    them.
+    """Return the free bytes of memory on the device of the request, or None if the system does not
+    report them.
     """
     from kvfold.convert.device import choose_device, measure_free_memory
 

@@ -1,4 +1,6 @@
-"""The files of a conversion's output: its temporary folder, the shards, and what completes them."""
+"""Create the files of a conversion's output: the temporary folder, the weight files, config.json,
+the model card and ``kvfold.json``.
+"""
 
 import sys
 from collections import ChainMap
@@ -42,13 +44,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_run_folder(plan: Plan) -> Iterator[Path]:
-    """Create the temporary folder that becomes OUT after the block, or continue in that of an
-    interrupted run; all processes share the first one's folder.
+    """Yield the temporary folder of the run, which becomes the output folder after the with-block.
+    It may be the folder of an interrupted run. All processes get the same folder.
     """
     request = plan.request
     with ExitStack() as stack:
 
         def create_folder() -> Path:
+            """Create the temporary folder, or find that of an interrupted run, and check that its
+            disk has enough space.
+            """
             opened = open_output_folder(
                 request.out,
                 overwrite=request.overwrite,
@@ -71,8 +76,8 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
 
 @contextmanager
 def open_shard_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardWriter]:
-    """Yield the writer of this process's shards, which copies all tensors that no method computes
-    during the block.
+    """Yield the writer of this process's weight files. During the with-block, background threads
+    copy all tensors that the conversion leaves unchanged.
 
     After the block, all shards are complete, and the writer and the source have the digests that
     any process computed.
@@ -98,7 +103,9 @@ def open_shard_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[
 
 
 def write_config(plan: Plan, folder: Path) -> None:
-    """Write what loading the weights in ``folder`` needs."""
+    """Write config.json and the index of the weight files into ``folder``, which is all that
+    loading the weights needs.
+    """
     write_index(folder, plan.shards)
     write_small_file(folder / "config.json", format_json(plan.output.config))
 
@@ -111,10 +118,11 @@ def complete_output(
     notes: Mapping[str, Any],
     stages: Stages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
-    """Measure the weights in ``folder`` and add the other files; ``digests`` are the known ones of
-    its tensors, ``notes`` are for its record.
+    """Measure the converted model in ``folder`` and write the remaining files: tokenizer and
+    license files, model card, and ``kvfold.json``.
 
-    Returns the record and the drift, which is None without text.
+    ``digests`` maps tensors to their known SHA-256, ``notes`` are entries for ``kvfold.json``.
+    Returns the content of ``kvfold.json`` and the drift, which is None without text.
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.

@@ -1,5 +1,5 @@
-"""Plan a conversion from tensor headers alone, so that an impossible request fails before any
-weight is read.
+"""Plan a conversion from config.json and tensor headers alone, so that an impossible request fails
+before any weight is read.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions made before weights are read.
+    """Everything that a conversion decides before it reads weights: the source, the method, and the
+    names, dtypes and shapes of all output tensors.
 
     request: with the numbers that ``auto`` stands for.
     checkpoint: the source.
@@ -87,17 +88,20 @@ class Plan:
 
     @property
     def method(self) -> Method:
-        """The method that converts the layers."""
+        """The conversion method that the request chooses."""
         return self.request.chosen_method
 
     def with_slots(self, slots: "Sequence[RotarySlots]") -> "Plan":
-        """This plan with each layer's rotary slots, and thus with the config of the output."""
+        """Return this plan with the rotary slots chosen for each layer: the rotary pairs that the
+        shared MLA key keeps. The output's config gets their frequencies.
+        """
         output = self.output.with_frequencies([layer.theta.tolist() for layer in slots])
         return replace(self, output=output, slots=slots)
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
-    """Plan ``request``. For MLA, `Plan.with_slots` completes the plan when weights are read.
+    """Plan the conversion of ``checkpoint`` by ``request``. An MLA plan is complete only after
+    `Plan.with_slots`, which needs weights.
 
     With a budget, the largest split stands in for all until one is chosen. Raises InputError if the
     tensors do not match config.json or the target is not possible.
@@ -123,8 +127,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     if request.calibrated:
         check_seq_len(request.length, model.geometry.positions, checkpoint.origin)
         if request.samples < count:
-            rule = f"must be at least {count}, one sequence per process; lower --nproc-per-node"
-            raise option_error("samples", request.samples, rule)
+            minimum = f"must be at least {count}, one sequence per process; lower --nproc-per-node"
+            raise option_error("samples", request.samples, minimum)
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
     plan = plan_mla(request, checkpoint, model, list_mla_specs(request, model)[-1])
@@ -134,7 +138,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
 
 
 def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:
-    """Plan an MLA conversion with the split ``spec``."""
+    """Plan a conversion to MLA with the ranks and the layout of ``spec``."""
     dtype = None if request.dtype == "auto" else request.dtype
     reads = [model.list_attention_tensors(layer) for layer in range(model.geometry.layers)]
     output: OutputCheckpoint
@@ -149,20 +153,24 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
+    """Plan a conversion to GQA or MQA. Raises InputError if the method, the layout or the number of
+    key/value heads does not suit the model.
+    """
     method = request.chosen_method
     kv_heads = request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
-        rule = (
+        unsupported = (
             f"does not support {model.family.model_type}, which normalizes queries and keys after"
-            f" their rotary embedding; use --method {find_method_without_text(request.to)} with --refine auto"
+            f" their rotary embedding; use --method {find_method_without_text(request.to)} with"
+            " --refine auto"
         )
-        raise option_error("method", request.resolved_method, rule)
+        raise option_error("method", request.resolved_method, unsupported)
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = None if request.dtype == "auto" else request.dtype
     own_code = needs_own_code(model)
     if request.layout is not None and not own_code:
-        why = f"because the stock class of {model.family.model_type} supports --to {request.to}"
-        raise option_error("layout", request.layout, f"is not needed, {why}; remove --layout")
+        reason = f"because the stock class of {model.family.model_type} supports --to {request.to}"
+        raise option_error("layout", request.layout, f"is not needed, {reason}; remove --layout")
     # Pooling leaves queries and the output alone in a stock class.
     pools = method.pools and not request.calibrated and not own_code
     roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
@@ -184,6 +192,9 @@ def _build_plan(
     result: ServedModel,
     latent: MlaSpec | None,
 ) -> Plan:
+    """Return the plan with the given parts, distribute the output tensors over weight files, and
+    find which engines can serve the output.
+    """
     shards = tuple(assign_shards(output.tensors, request.shard_bytes))
     return Plan(
         request=request,
@@ -203,8 +214,8 @@ def _build_plan(
 
 
 def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
-    """For a dry run on a folder without weights: a checkpoint built from its config.json. None for
-    other sources.
+    """Return a checkpoint without weights, built from the config.json in the folder of ``request``,
+    for a dry run. None if the folder has weights or the model is on the hub.
     """
     folder = Path(request.model).resolve()
     if not (folder / CONFIG).is_file() or any(
@@ -226,8 +237,8 @@ def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
 
 
 def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
-    """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no
-    split is possible.
+    """List the ways to divide the requested MLA cache into latent channels and rotary dims, in
+    ascending rotary dims; a single one without ``--budget``. Raises InputError if none is possible.
     """
     own_code = request.layout is None and needs_own_code(model)
     layout = "kvfold" if own_code else request.resolved_layout
@@ -251,32 +262,34 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     present = count_cache_elements(model.geometry)
     if (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
-        rule = f"must be below the source's {present} KV-cache elements per token per layer"
-        raise option_error("budget", request.budget, f"{rule}; lower it, or add --allow-growth")
+        limit = f"must be below the source's {present} KV-cache elements per token per layer"
+        raise option_error("budget", request.budget, f"{limit}; lower it, or add --allow-growth")
     raise InputError(problems[0][0], problems[0][1:])
 
 
 def list_kv_heads(geometry: ModelSizes) -> list[int]:
-    """The numbers of key/value heads that a fold can produce: proper divisors of the current
-    number, largest first.
+    """List the numbers of key/value heads to which a model can be converted: proper divisors of its
+    present number, largest first.
     """
     return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
 
 
 def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> None:
-    """Raise InputError unless the model can be folded to ``kv_heads`` key/value heads."""
+    """Raise InputError unless a model with the sizes ``geometry`` can be converted to ``kv_heads``
+    key/value heads.
+    """
     present = geometry.kv_heads
     possible = list_kv_heads(geometry)
     if present == 1 and not allow_growth:
         raise InputError(
-            "the model is already MQA, with one key/value head, so its cache cannot shrink this"
-            " way; `kvfold inspect` lists the possible targets (--allow-growth"
-            " converts the model anyway)"
+            "the model is already MQA, with one key/value head, so fewer heads are impossible;"
+            " `kvfold inspect` lists the possible conversions (--allow-growth converts the model"
+            " anyway)"
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
-        rule = (
+        allowed_values = (
             f"must divide the source's {present} key/value heads, and be smaller without"
             f" --allow-growth; use {', '.join(map(str, allowed))}"
         )
-        raise option_error("kv_heads", kv_heads, rule)
+        raise option_error("kv_heads", kv_heads, allowed_values)

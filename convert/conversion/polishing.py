@@ -1,5 +1,5 @@
-"""Polish a converted checkpoint: train all its attention layers together to predict what the source
-predicts.
+"""Polish a converted checkpoint: train all its attention layers together on the source model's
+predictions.
 """
 
 import sys
@@ -29,8 +29,8 @@ from kvfold.convert.training.steps import check_constant_channel, has_constant_c
 def polish_checkpoint(
     plan: Plan, calibration: Calibration, folder: Path, stages: Stages
 ) -> dict[str, Any]:
-    """Train the checkpoint in ``folder`` in place; return an entry for ``kvfold.json``. Every
-    process must call this.
+    """Train all attention layers of the checkpoint in ``folder`` together, in place. Returns the
+    entry about this training for ``kvfold.json``. Every process must call this.
     """
     request = plan.request
     source = calibration.source
@@ -88,7 +88,7 @@ def polish_checkpoint(
 
 
 def _replace_tensors(plan: Plan, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the trained ``tensors`` in the files in ``folder``."""
+    """Overwrite the trained ``tensors`` in the weight files in ``folder``."""
     # A run that is interrupted from here on writes them again from this state.
     sync_path(folder / POLISH_STATE)
     sync_path(folder)

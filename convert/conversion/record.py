@@ -1,5 +1,5 @@
-"""The record of a conversion, ``kvfold.json``, which contains no dates, timings or paths: equal
-requests produce equal bytes.
+"""Build ``kvfold.json``, the record of a conversion. It has no dates, timings or local paths, so
+equal requests give equal bytes.
 """
 
 import re
@@ -13,17 +13,19 @@ from kvfold.convert.request import SELF
 
 
 def get_package_versions() -> dict[str, str | None]:
-    """The installed versions of the packages that affect a result; None means not installed."""
+    """Return the installed version of each package that affects a conversion's result, by name;
+    None if a package is not installed.
+    """
     packages = "kvfold", "torch", "transformers", "safetensors", "numpy"
     found = {name: next(iter(distributions(name=name)), None) for name in packages}
     return {name: package.version if package else None for name, package in found.items()}
 
 
 def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of ``kvfold.json``. ``measured`` contains the entries from a calibrated run, or
-    is empty.
+    """Return the content of ``kvfold.json``. ``measured`` has the entries of a calibrated run; it
+    is empty for a run without text, and None for a dry run.
 
-    A dry run, which reads no weights and so has no hash of the source, passes None.
+    The record of a dry run has no SHA-256 of the source, because no weights are read.
     """
     hashed = {} if measured is None else {"sha256": plan.checkpoint.compute_model_digest()}
     origins = _map_origins(plan)
@@ -51,8 +53,8 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
 
 
 def _map_origins(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source
-    tensors.
+    """Map each output tensor to how it came about (``copied``, ``cast``, ``zeros``, or the method
+    that computed it), and to the source tensors it came from.
     """
     origins: dict[str, dict[str, Any]] = {}
     for tensor in plan.output.tensors:
@@ -73,5 +75,7 @@ def _map_origins(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def format_text_name(source: str) -> str:
-    """The name of a calibration text as shown to users."""
+    """Return the name of a calibration text for users. Text that the source model generated is
+    described in words.
+    """
     return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself", source)

@@ -1,4 +1,4 @@
-"""What a conversion returns."""
+"""The result of a conversion, as returned by `convert_checkpoint`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """A value of the source, and of the result."""
+    """A value of the source model and the same value of the converted model."""
 
     before: Any
     after: Any
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a run.
+    """The result of a finished conversion or of a dry run.
 
     plan: what was planned.
     written: OUT; None for a dry run.
@@ -44,22 +44,24 @@ class Conversion:
 
     @property
     def attention(self) -> Change:
-        """The kinds of attention, such as MHA and GQA-4."""
+        """The kinds of attention before and after the conversion, such as MHA and GQA-4."""
         return Change(self.plan.source_kind, self.plan.output.kind)
 
     @property
     def cache_elements(self) -> Change:
-        """The KV-cache elements per token per layer."""
+        """The KV-cache elements per token per layer before and after the conversion."""
         return Change(self.plan.cache_elements, self.plan.output.cache_elements)
 
     @property
     def verdict(self) -> str | None:
-        """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
+        """The verdict on the loss in words, one of `judgment.LIMITS` or "needs training"; None for
+        a run without text.
+        """
         return None if self.drift is None else judge_drift(self.drift)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the plan for a dry run, otherwise the record without its lists of tensors
-        and files.
+        """Return the result as JSON values: the plan after a dry run, otherwise the content of
+        ``kvfold.json`` without its lists of tensors and files.
         """
         plan = self.plan
         if self.written is None:
@@ -89,7 +91,9 @@ class Conversion:
         return facts
 
     def summary(self) -> str:
-        """The text on the terminal: the plan for a dry run, otherwise what was made and lost."""
+        """Return the text that the command prints at its end: the plan after a dry run, otherwise
+        the output, the saved cache and the measured loss.
+        """
         if self.written is None or self.seconds is None:
             return summarize_plan(self.plan)
         return summarize_conversion(self.plan, self.record, self.drift, self.written, self.seconds)

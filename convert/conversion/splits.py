@@ -1,5 +1,5 @@
-"""Choose the rotary slots of an MLA result by a survey of all layers, and the split of a budget by
-trials.
+"""Choose which rotary pairs the MLA keys keep, by statistics of all layers, and how a cache budget
+divides into latent channels and rotary dims, by trial conversions.
 
 All layers of a stock class share their rotary frequencies, so every layer is surveyed before any is
 converted.
@@ -45,7 +45,8 @@ _TRIAL_CALIBRATION = 8192
 
 @dataclass(frozen=True)
 class Survey:
-    """What rotary slots and splits are chosen by.
+    """Statistics of the source's layers by which an MLA conversion chooses its rotary pairs and
+    compares splits of the cache.
 
     layers: what each rotary key of each layer is worth; empty without text.
     statistics: of the layers that trials convert, by index, with attention inputs ``[n, E]``.
@@ -57,7 +58,8 @@ class Survey:
 
 @dataclass
 class Trial:
-    """A split that was tried.
+    """One split of the MLA cache into latent channels and rotary dims that was tried, with its
+    measured KL divergence.
 
     plan: the plan of the conversion with this split.
     kl: the KL in nats per token with a few layers converted, as fitted.
@@ -69,16 +71,20 @@ class Trial:
     refined_kl: float | None = None
 
     def sort_key(self) -> tuple[bool, float]:
-        """Lower is better. Any refined KL precedes any as fitted, and any number precedes NaN."""
+        """Return the key by which trials are sorted, best first: trials measured after refinement
+        come before the others, then by KL divergence; NaN comes last.
+        """
         kl = self.kl if self.refined_kl is None else self.refined_kl
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
     def count_engines(self) -> int:
-        """The number of engines that serve the split."""
+        """Return the number of inference engines that can serve a model with this split."""
         return sum(support.serves for support in self.plan.engines)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, without ``refined_kl`` if it was not measured."""
+        """Return the split and its KL divergences as JSON values; without ``refined_kl`` if it was
+        not measured.
+        """
         spec = self.plan.latent
         assert spec is not None
         values = {"kv_rank": spec.kv_rank, "rope_dim": spec.rope_dim, "kl": self.kl}
@@ -88,7 +94,8 @@ class Trial:
 def choose_slots_and_split(
     plan: Plan, calibration: Calibration | None, stages: Stages
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """Choose the rotary slots of an MLA result, and the split of a budget by measured drift.
+    """Choose the rotary pairs (slots) that the MLA keys of each layer keep and, for ``--budget``,
+    how the cache divides into latent channels and rotary dims.
 
     Returns the plan with both, and the splits that were tried. A calibrated method surveys the
     layers; otherwise the weights alone choose.
@@ -99,7 +106,9 @@ def choose_slots_and_split(
 
 
 def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Survey:
-    """Survey every layer of the source over some calibration sequences."""
+    """Run some calibration tokens through every layer of the source, and return how much attention
+    depends on each rotary pair of its keys.
+    """
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
     states = embed_tokens(source, processes.shard(calibration.tokens.calibration[:count]))
@@ -121,10 +130,10 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Surve
 
 
 def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
-    """Each layer's best rotary slots by the ``surveys`` of all layers; layout engine allows only
-    plain RoPE.
+    """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by ``surveys``,
+    which has statistics of every layer. Layout engine allows only plain RoPE.
 
-    Without surveys there is nothing to choose by: a uniform stride over the source's frequencies.
+    Without surveys, the choice is a uniform stride over the source's frequencies.
     """
     spec = plan.latent
     assert spec is not None
@@ -155,8 +164,8 @@ def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots
 def choose_split(
     plan: Plan, calibration: Calibration, survey: Survey, stages: Stages
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """The plan with the best rotary slots for the surveyed layers, and for a budget with the best
-    split; also all splits that were tried, as JSON values (none without a budget).
+    """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
+    into latent channels and rotary dims. Also returns all splits tried, as JSON values.
     """
     request = plan.request
     if request.budget is None:
@@ -181,7 +190,8 @@ def choose_split(
 
 
 def choose_best_trial(trials: Sequence[Trial]) -> Trial:
-    """The trial that drifts least, or one that more engines serve if its KL is at most 5 % higher.
+    """Return the trial with the lowest KL divergence, or one that more engines can serve if its KL
+    is at most 5 % higher.
 
     If some trials were refined, the choice is among them.
     """
@@ -193,8 +203,8 @@ def choose_best_trial(trials: Sequence[Trial]) -> Trial:
 def measure_split_kl(
     plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0
 ) -> float:
-    """The KL on held-out text, in nats per token, with a few layers converted by ``plan`` and
-    refined in ``refine`` steps.
+    """Convert a few layers by ``plan``, train them for ``refine`` steps, and return the KL
+    divergence from the source on held-out text, in nats per token.
     """
     tokens = calibration.tokens
     length = tokens.calibration.shape[1]

@@ -1,5 +1,5 @@
-"""The block that a command prints at its end, made to be read in five seconds: what was made, the
-saving, the loss, the verdict and the next command.
+"""The lines that a command prints at its end: the output, the saved cache, the loss, the verdict
+and the next command.
 """
 
 import shlex
@@ -33,8 +33,8 @@ _LABEL = 9
 
 
 def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
-    """Lines of ``(label, text)``, wrapped to the terminal and at most 100 columns, then the words
-    of ``next_command`` as one line of shell code. Rows without text are left out.
+    """Return rows of ``(label, text)`` as aligned lines of at most 100 columns, followed by
+    ``next_command`` as one line of shell code. Rows without text are left out.
     """
     width = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns) - _LABEL
     lines = []
@@ -56,7 +56,9 @@ def summarize_conversion(
     written: Path,
     seconds: float,
 ) -> str:
-    """The text on the terminal after a conversion."""
+    """Return the lines that ``kvfold convert`` prints at its end: the output, the saved cache, the
+    measured loss, the verdict and the next command.
+    """
     size = format_bytes(sum(tensor.nbytes for tensor in plan.output.tensors))
     rows = [
         ("made", f"{describe_conversion(plan)} in {written}: {size}, {format_duration(seconds)}"),
@@ -72,19 +74,25 @@ def summarize_conversion(
 
 
 def describe_conversion(plan: Plan) -> str:
-    """The source, and the kinds of attention before and after: ``demo, MHA -> MQA``."""
+    """Return the source's name with the kinds of attention before and after the conversion, such as
+    ``demo, MHA -> MQA``.
+    """
     return f"{plan.checkpoint.origin}, {plan.source_kind} -> {plan.output.kind}"
 
 
 def describe_cache(plan: Plan) -> str:
-    """The size of the cache before and after, and the saving."""
+    """Return the KV-cache elements per token per layer before and after the conversion, and the
+    saving in percent.
+    """
     before = plan.cache_elements
     after = plan.output.cache_elements
     return f"{before} -> {after} elements per token per layer, {format_cache_saving(before, after)}"
 
 
 def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
-    """A line with the loss on each text of a mixture; none for a single text."""
+    """Return one line with the loss on each calibration text of a mixture. The list is empty if
+    there is only one text.
+    """
     lines = []
     for row in record["drift"].get("texts", ()):
         loss = format_metrics(SimpleNamespace(**row))
@@ -93,7 +101,7 @@ def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
 
 
 def summarize_plan(plan: Plan) -> str:
-    """The text on the terminal after ``--dry-run``: the tensors to compute, the text and training,
+    """Return the lines that ``--dry-run`` prints: the planned tensors, the text and training steps,
     and the memory and disk space needed.
     """
     request = plan.request

@@ -32,7 +32,8 @@ from kvfold.convert.stream.stock import build_empty_model, errors_as_input_error
 
 
 class CheckpointStream:
-    """A ``LayerStream`` over a checkpoint.
+    """A stock transformers model that runs layer by layer with the tensors of a checkpoint, of
+    which only one layer is in memory at a time.
 
     ``config`` is the content of config.json, ``read(name)`` returns a stored tensor, and ``names``
     are all stored tensors' names. A converted model uses the same class with its own config and a
@@ -55,6 +56,9 @@ class CheckpointStream:
         origins: Mapping[str, Collection[str]] | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
+        """Build the model on the meta device and map its parameters to the stored tensors; no
+        weight is read yet.
+        """
         self.device = torch.device(device)
         self.dtype = dtype
         self.read = read
@@ -90,19 +94,21 @@ class CheckpointStream:
         self._recorded: dict[int, list[LayerArguments]] = {}  # by the number of tokens
 
     def release(self) -> None:
-        """Drop all parameters that stay loaded between calls; opening a layer does it too."""
+        """Free all parameters that stay in memory between calls: the embedding table, norms and
+        output head. `open_layer` calls this too.
+        """
         self._loaded.clear()
         self._table = None
 
     def use_training_precision(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which calibration passes and training steps run; all else
-        runs in ``dtype``.
+        """Return a context manager that runs matrix products in the autocast dtype, for calibration
+        passes and training steps. Without one, it changes nothing.
         """
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed ``tokens [B, T]``. Returns the first layer's input ``[B, T, E]``.
+        """Embed ``tokens [B, T]`` and return the first layer's input ``[B, T, E]``.
 
         Only the rows of tokens that occur are converted; the stored table stays in memory until
         ``release``.
@@ -119,9 +125,14 @@ class CheckpointStream:
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        """Read a layer's tensors and yield the layer; they are dropped when the block ends."""
+        """Yield layer ``index`` with its tensors read from the checkpoint. They are freed when the
+        with-block ends.
+        """
 
         def make_arguments(hidden: Tensor) -> LayerArguments:
+            """Return the arguments, such as rotary tables, that the model passes to this layer for
+            ``hidden [B, T, E]``.
+            """
             tokens = hidden.shape[1]
             if tokens not in self._recorded:
                 self._recorded = {tokens: self._embed_zeros(tokens)[1]}
@@ -153,7 +164,8 @@ class CheckpointStream:
             self.release()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn the residual stream after the last layer, ``[B, T, E]``, into logits ``[B, T, V]``.
+        """Return the logits ``[B, T, V]`` for the residual stream ``hidden [B, T, E]`` after the
+        last layer.
 
         The output head stays in memory until ``release``.
         """
@@ -164,8 +176,8 @@ class CheckpointStream:
 
     @torch.no_grad()
     def _embed_zeros(self, tokens: int, **options: Any) -> tuple[Tensor, list[LayerArguments]]:
-        """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the
-        arguments of all layers.
+        """Run the model's input stage on one sequence of ``tokens`` zero embeddings. Returns the
+        residual stream ``[1, T, E]`` and the arguments that each layer receives.
 
         Parameters outside the layers, such as position embeddings, are zeros too, because no
         argument depends on them.
@@ -181,13 +193,15 @@ class CheckpointStream:
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
     def _load_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters ``names``; a tied one is loaded from the one that it is tied to."""
+        """Return the parameters ``names`` of the model, by name. A tied parameter is loaded from
+        the one that it is tied to.
+        """
         sources = {name: self.weights.find_source(name) for name in names}
         return {name: self._load_source(source)[source.target] for name, source in sources.items()}
 
     def _load_source(self, source: WeightSource) -> dict[str, Tensor]:
-        """The parameters of ``source``, which stay loaded until `release`; the teacher's if it has
-        formed them from the same stored tensors.
+        """Return the parameters formed from the stored tensors of ``source``, which stay in memory
+        until `release`. If the teacher has loaded the same parameters, they are shared.
         """
         if source not in self._loaded:
             shared = self._find_teacher_parameters(source)
@@ -197,6 +211,9 @@ class CheckpointStream:
         return self._loaded[source]
 
     def _find_teacher_parameters(self, source: WeightSource) -> dict[str, Tensor] | None:
+        """Return the parameters that the teacher's stream has loaded from the same unchanged
+        tensors as ``source``, or None if there are none to share.
+        """
         if self._teacher is None or any(name in self._changed for name in source.names):
             return None
         # By names, not by contents: a stored tensor that the student renames or joins is still the
@@ -217,8 +234,8 @@ class CheckpointStream:
         return self.weights.find_sources(f"{self._frame.path}.{index}.{name}.")
 
     def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
-        """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the
-        tensors returned.
+        """Load parameters of the open ``layer`` again, from the tensors that ``read`` returns now.
+        Gradients flow back to those tensors.
         """
         for source in sources:
             loaded = self.weights.load_parameters(source, self.read, self.dtype, self.device)
@@ -226,8 +243,8 @@ class CheckpointStream:
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
     def list_stored_names(self, index: int | None) -> list[str]:
-        """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the
-        layers.
+        """List the names of the stored tensors of layer ``index``, or of all tensors outside the
+        layers if ``index`` is None.
         """
         prefix = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
         return [
@@ -238,14 +255,17 @@ class CheckpointStream:
         ]
 
     def cache_bytes_per_token(self) -> int:
-        """The bytes per token in transformers' own cache over all layers, with the model in its
-        stored dtype.
+        """Return the bytes per token that transformers' own KV cache takes over all layers, with
+        the model in its stored dtype.
 
         The stored dtype is the one in which transformers loads the model, whatever dtype this
         stream computes in.
         """
 
         def embed_with_cache(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
+            """Return the residual stream and the layers' arguments, with a KV cache, for ``tokens``
+            zero embeddings; all tensors are on the meta device.
+            """
             hidden, arguments = self._embed_zeros(tokens, use_cache=True)
             calls = [(item.args, item.kwargs) for item in arguments]
             calls = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), calls)
@@ -262,8 +282,8 @@ class CheckpointStream:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "CheckpointStream":
-        """A stream over the same checkpoint with another device or dtype, and without tensors
-        shared with a teacher.
+        """Return a new stream over the same checkpoint on ``device`` and in ``dtype``. It shares no
+        tensors with a teacher.
         """
         device = device or self.device
         return type(self)(self._config, self.read, self._names, device, dtype or self.dtype)

@@ -1,4 +1,4 @@
-"""The parameters of a stock model, created from the tensors that a checkpoint stores.
+"""Load the parameters of a stock transformers model from the tensors that a checkpoint stores.
 
 Files and modules do not always agree: Mixtral files store one tensor per expert, but the module has
 all experts in one. transformers defines the conversions as data (``conversion_mapping``); a
@@ -43,8 +43,8 @@ from kvfold.convert.stream.stock import (
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The stored tensors ``names``, in order, that form the parameter ``target`` (if a converter
-    splits: the first).
+    """The stored tensors that form one parameter of a model, in order, and the transformers
+    converter that combines or splits them, if any.
 
     ``converter`` is None if the file contains the parameter itself; ``patterns[i]`` is its pattern
     for ``names[i]``. Sources that form the same parameter from the same stored names are equal,
@@ -58,11 +58,12 @@ class WeightSource:
 
 
 class WeightMap:
-    """Maps every parameter and persistent buffer of ``model`` to its source among the stored
-    tensors ``names``.
+    """A map from every parameter and persistent buffer of ``model`` to the stored tensors that form
+    it; ``names`` are the names of all stored tensors.
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
+        """Find the stored tensors of each parameter by the renaming rules of transformers."""
         self.model = model
         self.expected: dict[str, Tensor] = dict(model.state_dict())
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -79,8 +80,8 @@ class WeightMap:
         }
 
     def find_sources(self, prefix: str) -> list[WeightSource]:
-        """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a
-        source is missing.
+        """Return the `WeightSource` of each parameter whose name begins with ``prefix``. Raises
+        InputError if the checkpoint lacks one of their tensors.
         """
         sourced = self._covered | self.tied.keys()
         inside = [target for target in self.expected if target.startswith(prefix)]
@@ -94,8 +95,8 @@ class WeightMap:
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def find_source(self, target: str) -> WeightSource:
-        """The source of a parameter, or of the one that it is tied to. Raises InputError if neither
-        has a source.
+        """Return the `WeightSource` of the parameter ``target``, or of the one that it is tied to.
+        Raises InputError if the checkpoint has tensors for neither.
         """
         self.find_sources(target)
         return self.sources.get(target) or self.sources[self.tied[target]]
@@ -103,8 +104,8 @@ class WeightMap:
     def load_parameters(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """Load what ``source`` forms. Returns parameters by full name, with checked shapes, floats
-        in ``dtype``.
+        """Read the stored tensors of ``source`` and return the parameters that they form, by full
+        name. Their shapes are checked; floating-point parameters are cast to ``dtype``.
         """
         if source.converter is None:
             parameters: dict[str, Any] = {source.target: read(source.names[0])}
@@ -137,7 +138,9 @@ class WeightMap:
         return parameters
 
     def list_mismatches(self, stored: Mapping[str, TensorInfo]) -> list[str]:
-        """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
+        """Return one message for each parameter of the model that is missing from the tensors
+        ``stored``, or has another shape there.
+        """
         tensors = {
             name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
             for name, info in stored.items()
@@ -155,21 +158,26 @@ class WeightMap:
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
                 problems.append(
-                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {describe_error(error)}"
+                    f"{', '.join(source.names[:3])}: cannot form {source.target}:"
+                    f" {describe_error(error)}"
                 )
         return problems
 
     def check_tensors_match(self, checkpoint: Checkpoint) -> None:
-        """Raise InputError listing the checkpoint's tensors that do not match the stock model."""
+        """Raise InputError if tensors of ``checkpoint`` are missing, or have other shapes than the
+        parameters of the stock model.
+        """
         if problems := self.list_mismatches(checkpoint.tensors):
             raise InputError(
-                f"{checkpoint.origin}: its tensors do not match its config.json", problems
+                f"{checkpoint.origin}: the tensors do not match config.json; check that both"
+                " are from the same model",
+                problems,
             )
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Load a causal language model, or its wrapper, in ``dtype``. InputError if its config does not
-    fit its tensors.
+    """Load a causal language model, or the multimodal wrapper around one, in ``dtype`` with
+    from_pretrained. Raises InputError if its config does not fit its tensors.
     """
     # transformers leaves random numbers in the place of tensors that are missing, and only warns.
     foreign = trust_remote_code and "auto_map" in checkpoint.config
@@ -195,7 +203,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
 def _find_sources(
     model: Any, expected: dict[str, Tensor], names: Iterable[str]
 ) -> dict[str, WeightSource]:
-    """Map each parameter to its source. InputError if stored tensors contradict each other."""
+    """Return the `WeightSource` of each parameter of ``model``, by parameter name. Raises
+    InputError if several stored tensors claim the same parameter.
+    """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -219,8 +229,8 @@ def _find_sources(
         patterns = tuple(pattern for pattern in stored.values() if pattern is not None)
         if len(stored) > 1 and len(patterns) < len(stored):
             raise InputError(
-                f"{len(stored)} stored tensors map to one parameter, {target}:"
-                f" {', '.join([*stored][:4])}"
+                f"{len(stored)} stored tensors claim the same parameter, {target}:"
+                f" {', '.join([*stored][:4])}; download the model again"
             )
         converter = by_pattern[patterns[0]] if patterns else None
         sources[target] = WeightSource(target, tuple(stored), patterns, converter)

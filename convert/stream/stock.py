@@ -1,6 +1,4 @@
-"""Stock models from transformers: built empty on the meta device, where they use no memory, or
-loaded completely.
-"""
+"""Build stock transformers models: without weights on the meta device, or loaded completely."""
 
 import sys
 from collections.abc import Iterator
@@ -31,8 +29,8 @@ if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPIN
 
 
 def choose_auto_class(config: dict[str, Any]) -> Any:
-    """The transformers Auto class that loads a model with this ``config``: a causal language model
-    or its wrapper.
+    """Return the transformers Auto class that loads a model with this ``config``:
+    AutoModelForCausalLM, or AutoModelForImageTextToText for multimodal models.
     """
     register_model(str(config.get("model_type")))
     return (
@@ -45,7 +43,8 @@ def choose_auto_class(config: dict[str, Any]) -> Any:
 def build_empty_model(
     config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Any:
-    """Build the stock causal language model of ``config``, or its wrapper, on the meta device.
+    """Build the stock transformers model of ``config`` without weights: its parameters are on the
+    meta device and use no memory.
 
     Only buffers that no checkpoint stores get values, on ``device``. If transformers cannot build
     the model, raises InputError with the key of config.json that is at fault.
@@ -69,7 +68,8 @@ def build_empty_model(
 def _find_invalid_key(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """The first key of ``config`` without which, with the class's default, a model can be built.
+    """Return the first key of ``config`` that makes transformers fail: without this key, the model
+    can be built. None if there is no such key.
 
     Some errors of transformers name the key ("Validation error for field 'vocab_size'"), but many
     only the value (KeyError 'x').
@@ -85,11 +85,15 @@ def _find_invalid_key(
 
 
 def _build_on_meta(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the stock model of ``config`` with its parameters on the meta device, and its rotary
+    tables and other buffers on ``device``.
+    """
     model_type = config.get("model_type")
     auto = choose_auto_class(config)
     if model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"config.json: the installed transformers does not support model_type {model_type!r}"
+            f"config.json: the installed transformers does not support model_type {model_type!r};"
+            " upgrade transformers, or choose another model"
         )
     hf_config = CONFIG_MAPPING[model_type].from_dict(
         {key: value for key, value in config.items() if key != "auto_map"}
@@ -125,7 +129,9 @@ def _build_on_meta(config: dict[str, Any], dtype: torch.dtype, device: torch.dev
 
 
 def use_blockwise_attention(model: Any, device: torch.device) -> None:
-    """Compute the attention of a loaded model on a CPU in blocks, if it would use torch's own."""
+    """Make a loaded ``model`` on a CPU compute attention in blocks of queries, which saves memory,
+    unless its class does not support that.
+    """
     # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps
     # whole maps. With blocks the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its
     # teacher take 11.3 s instead of 16.8 s in training (bench_training.py uptrain, one thread of an
@@ -141,14 +147,14 @@ def use_blockwise_attention(model: Any, device: torch.device) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """The kind of another library's error and the beginning of its text."""
+    """Return the type of another library's error and the beginning of its message."""
     return f"{type(error).__name__}: {summarize_error(error, 200)}"
 
 
 @contextmanager
 def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
-    """Turn errors in transformers' classes, which only the config can cause here, into InputErrors
-    about ``where``.
+    """Raise errors of transformers in the with-block as InputErrors about ``where``, because only a
+    wrong config can cause them there.
     """
     try:
         yield
@@ -163,7 +169,9 @@ def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """Load the language model's config. Raises InputError if transformers cannot load it."""
+    """Load the config of the checkpoint's language model as a transformers config object. Raises
+    InputError if transformers cannot load it.
+    """
     register_model(str(checkpoint.config.get("model_type")))
     with errors_as_input_errors(checkpoint.origin):
         return AutoConfig.from_pretrained(

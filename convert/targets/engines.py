@@ -1,5 +1,5 @@
-"""The engines that can serve a converted model, and the conversions worth proposing. Does not import
-torch.
+"""Find out which inference engines can serve a converted model, and propose conversions that they
+can serve. Does not import torch.
 
 ``engines.json`` beside this file has every fact about engines: for each, the version, its sources,
 and rows of ``when`` (an expression over the fields of `ServedModel`, see ``families/values.py``),
@@ -37,7 +37,8 @@ _CACHE_DIVISORS = (2, 3, 4, 8)  # proposed caches, as parts of the source's
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The properties of a converted model that matter to engines.
+    """The properties of a converted model that decide which inference engines can serve it:
+    attention kind, head counts, dims, and cache sizes.
 
     kind: `fold` is GQA or MQA in the source's class, `free` and `engine` are the MLA layouts, and
         `own` includes its modeling code
@@ -71,13 +72,13 @@ class ServedModel:
     experts: bool = False
 
     def count_cache_elements(self) -> int:
-        """KV-cache elements per token per layer."""
+        """Return the KV-cache elements per token per layer."""
         return self.kv_rank + self.rope_dim + self.divisors or 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """An engine's answer for a model, as reported to users.
+    """Whether one version of an inference engine can serve a model, and how, or why not.
 
     engine, version: the engine
     serves: whether it serves the model
@@ -94,14 +95,18 @@ class EngineSupport:
     ran: bool
 
     def to_text(self) -> str:
-        """The answer in one line, for the summary and the model card."""
+        """Return one line for users, such as "vLLM: yes, ..." or "SGLang: no, ..." with the
+        reason.
+        """
         answer = "yes" if self.serves else "no"
         source = "according to its source code, not tested" if self.serves and not self.ran else ""
         return f"{self.engine}: {', '.join(filter(None, (answer, source, self.how)))}"
 
 
 def list_engine_support(model: ServedModel) -> list[EngineSupport]:
-    """Every engine's answer for ``model``."""
+    """Return whether and how each inference engine can serve ``model``, one `EngineSupport` per
+    engine.
+    """
     cached = model.count_cache_elements()
     scope = {
         **vars(model),
@@ -121,7 +126,9 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
 
 
 def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
-    """``model`` folded to ``kv_heads`` key/value heads; by default ``model`` itself."""
+    """Return the properties that matter to engines of ``model`` after a conversion to ``kv_heads``
+    key/value heads; without ``kv_heads``, of the model as it is.
+    """
     size = model.geometry
     own = needs_own_code(model)
     return ServedModel(
@@ -138,7 +145,9 @@ def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
 
 
 def describe_mla(model: Model, spec: MlaSpec) -> ServedModel:
-    """``model`` converted to ``spec``."""
+    """Return the properties that matter to engines of ``model`` after a conversion to MLA with the
+    sizes ``spec``.
+    """
     size = model.geometry
     nope, value = spec.head_dims(size.head_dim)
     return ServedModel(
@@ -156,7 +165,9 @@ def describe_mla(model: Model, spec: MlaSpec) -> ServedModel:
 
 
 def describe_latent_config(config: Mapping[str, Any]) -> ServedModel:
-    """The model of a decoded ``config.json`` of a latent model, or of a wrapper around one."""
+    """Return the properties that matter to engines of an existing MLA model, or a multimodal
+    wrapper around one, from its ``config.json``.
+    """
     model_type = config["model_type"]
     if model_type in WRAPPERS:
         return replace(describe_latent_config(config["text_config"]), wrapper=True)
@@ -177,20 +188,25 @@ def describe_latent_config(config: Mapping[str, Any]) -> ServedModel:
 
 
 def _has_older_rope(config: Mapping[str, Any]) -> bool:
+    """True if engines that only know the key ``rope_theta``, not ``rope_parameters``, can read the
+    rotary embedding from ``config``.
+    """
     return config.get("rope_theta") is not None or not config.get("rope_parameters")
 
 
 def propose_kernel_splits(
     model: Model, layouts: Sequence[Layout] = ("engine", "free")
 ) -> list[MlaSpec]:
-    """The specs for ``model`` with splits that MLA kernels support, in each of ``layouts``."""
+    """Return the MLA sizes for ``model`` that the MLA kernels of engines support, in each of
+    ``layouts``, without those that the model cannot have.
+    """
     specs = [MlaSpec(*split, layout=layout) for layout in layouts for split in _KERNEL_SPLITS]
     return [spec for spec in specs if not list_mla_problems(model, spec)]
 
 
 def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]:
-    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of
-    `propose_kernel_splits`.
+    """Return MLA sizes for ``model`` whose caches are about a half, a third, a quarter and an
+    eighth of its present one. Sizes with MLA kernels are left out (`propose_kernel_splits`).
 
     Each is a spec in ``layout``, by default that of a conversion, with one of the splits that
     ``--budget`` chooses from; those that the layout cannot express are left out.
@@ -207,5 +223,5 @@ def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]
 
 
 def format_mla_options(spec: MlaSpec) -> str:
-    """The options of ``kvfold convert`` that produce ``spec``."""
+    """Return the options of ``kvfold convert`` that convert to MLA with the sizes ``spec``."""
     return f"--to mla --kv-rank {spec.kv_rank} --rope-dim {spec.rope_dim} --layout {spec.layout}"

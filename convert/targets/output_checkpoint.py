@@ -1,4 +1,6 @@
-"""The checkpoint that a conversion writes, known before any weight is read."""
+"""The checkpoint that a conversion will write: its config and tensors, known before any weight is
+read.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ _STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCheckpoint:
-    """A checkpoint that a conversion will write, planned before any weight is read.
+    """The checkpoint that a conversion will write: its config, and the name, dtype and shape of
+    every tensor; no weight has been read.
 
     kind: its attention, such as ``GQA-8`` or ``MLA 512+64``
     config: the content of config.json; empty for MLA before `with_frequencies`
@@ -37,28 +40,29 @@ class OutputCheckpoint:
     code: str | None = None
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        """The tensors ``computed[layer]`` by name, from the converted ``weights`` of the layer.
+        """Return the output tensors of ``layer`` that are computed, by their stored names, from its
+        converted attention ``weights``.
 
         They may have any float dtype: the writer casts them to the planned one.
         """
         raise NotImplementedError
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
-        """This MLA checkpoint with its config, whose rotary frequencies are ``theta [layers][P/2]``
-        in radians per position. No shape depends on them.
+        """Return this MLA checkpoint with its config.json, whose rotary frequencies are ``theta
+        [layers][P/2]`` in radians per position. No shape depends on them.
         """
         raise NotImplementedError
 
 
 def choose_output_dtype(present: str, dtype: str | None) -> str:
-    """The safetensors dtype of an output tensor: ``present``, or ``dtype`` (torch's spelling) for
-    floats if given.
+    """Return the safetensors dtype of an output tensor: ``present``, or the requested ``dtype``
+    (torch's spelling) if one is given and the tensor is floating-point.
     """
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
 def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | None) -> str:
-    """The safetensors dtype of the tensors that a transform computes: that of the first query
-    projection, or ``dtype``.
+    """Return the safetensors dtype of the tensors that a conversion computes: ``dtype`` if given,
+    otherwise that of the source's first query projection.
     """
     return choose_output_dtype(checkpoint.tensors[model.list_attention_tensors(0)[0]].dtype, dtype)

@@ -2,11 +2,11 @@
 checkpoint.
 
 It is for models that no stock class can express. ``config.json`` is the source's, with model type
-``kvfold_...`` and a block ``kvfold`` that describes the attention (`build_own_config` builds all of it);
-the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear layers
-for queries, keys, values and output, even if the source fuses them, and rotates half-split heads by
-frequencies listed in the config. The variants are grouped attention and latent attention, which has
-norms on queries and keys if the source has them.
+``kvfold_...`` and a block ``kvfold`` that describes the attention (`build_own_config` builds all of
+it); the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear
+layers for queries, keys, values and output, even if the source fuses them, and rotates half-split
+heads by frequencies listed in the config. The variants are grouped attention and latent attention,
+which has norms on queries and keys if the source has them.
 """
 
 import re
@@ -39,12 +39,16 @@ _PREFIX = "kvfold_"  # of model types
 
 
 def needs_own_code(model: Model) -> bool:
-    """Whether no stock class can express ``model`` with fewer key/value heads."""
+    """True if the source's class cannot have fewer key/value heads than query heads, so that a
+    conversion must store kvfold's own modeling code.
+    """
     return model.family.sizes.kv_heads is None
 
 
 def get_source_type(config: Mapping[str, Any]) -> str | None:
-    """The source's model type if ``config`` is in layout ``kvfold``, else None."""
+    """Return the source's model type if ``config`` (config.json) is that of a checkpoint in layout
+    ``kvfold``, else None.
+    """
     kind = str(config.get("model_type"))
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
@@ -52,8 +56,8 @@ def get_source_type(config: Mapping[str, Any]) -> str | None:
 def plan_own_fold(
     source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
 ) -> OutputCheckpoint:
-    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules,
-    stored as ``dtype``.
+    """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in layout
+    ``kvfold``, stored as ``dtype``.
 
     Raises InputError if the rotary frequencies depend on the length of the text.
     """
@@ -87,7 +91,9 @@ def plan_own_fold(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMlaCheckpoint(OutputCheckpoint):
-    """``model`` with latent attention of ``spec`` in kvfold's modules."""
+    """The planned checkpoint of a model converted to MLA in layout ``kvfold``, with the ranks of
+    ``spec``.
+    """
 
     model: Model
     spec: MlaSpec
@@ -95,6 +101,9 @@ class OwnMlaCheckpoint(OutputCheckpoint):
     dtype: str | None
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
+        """Return the stored attention tensors of ``layer`` by name, from its converted MLA
+        ``weights``.
+        """
         from kvfold.convert.targets.mla.encode import encode_own_mla  # needs torch, a plan does not
 
         module = self.model.family.attention.format_module_name(layer)
@@ -103,6 +112,9 @@ class OwnMlaCheckpoint(OutputCheckpoint):
         )
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
+        """Return this checkpoint with its config.json, which lists each layer's rotary frequencies
+        ``theta [layers][P/2]`` in radians per position.
+        """
         source = self.model
         norm = source.qk_norm
         facts: dict[str, Any] = {
@@ -131,7 +143,8 @@ def plan_own_mla(
     spec: MlaSpec,
     dtype: str | None,
 ) -> OutputCheckpoint:
-    """The layout of ``source`` with latent attention in kvfold's modules.
+    """Plan the checkpoint of ``source`` converted to MLA in layout ``kvfold``, stored as
+    ``dtype``.
 
     The cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
     `count_cached_divisors` (divisors of norms) if the source normalizes queries and keys.
@@ -160,8 +173,8 @@ def build_own_config(
     dtype: str | None,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """Build ``config.json``; ``facts`` are the entries of the block ``kvfold`` that depend on the
-    variant.
+    """Return ``config.json`` in layout ``kvfold``. ``facts`` are the entries of its block
+    ``kvfold`` that only GQA, or only MLA, has.
 
     ``theta [layers][P/2]``: each layer's frequencies, if they may differ.
     """
@@ -209,7 +222,9 @@ def build_own_config(
 
 
 def make_grouped_model(source: Model, kv_heads: int) -> Model:
-    """``source`` with ``kv_heads`` key/value heads, its attention stored as in kvfold's modules."""
+    """Return the description of ``source`` with ``kv_heads`` key/value heads and with separate
+    query, key, value and output projections, as layout ``kvfold`` stores them.
+    """
     family = source.family
     names: dict[str, Any] = {role: f"{role}_proj" for role in ROLES}
     family = replace(
@@ -227,8 +242,8 @@ def _plan_output_tensors(
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     dtype: str | None,
 ) -> tuple[OutputTensor, ...]:
-    """The output tensors in the source's order, with the new attention of each layer in place of
-    the old.
+    """Return all output tensors in the source's order. The attention tensors of each layer are
+    replaced by new ones with ``shapes``.
 
     Buffers of the old attention (causal masks, frequencies) are dropped.
     """

@@ -1,4 +1,4 @@
-"""GQA and MQA in the source's own family and class."""
+"""Plan a conversion to GQA or MQA in the source's own model class."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,14 +15,17 @@ from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, choose_ou
 
 @dataclass(frozen=True, kw_only=True)
 class FoldCheckpoint(OutputCheckpoint):
-    """GQA or MQA, stored as ``model`` (the source with fewer key/value heads) stores its layers;
-    ``roles`` are the projections that change.
+    """The planned checkpoint of a model converted to GQA or MQA. ``model`` describes the source
+    with fewer key/value heads; ``roles`` are the projections that are computed.
     """
 
     model: Model
     roles: Collection[Role]
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
+        """Return the stored projections of ``layer`` by name, from its converted attention
+        ``weights``.
+        """
         from kvfold.convert.families.layer_io import make_stored_tensors  # needs torch
 
         return make_stored_tensors(self.model, layer, weights, self.roles)
@@ -36,8 +39,8 @@ def plan_stock_fold(
     roles: Collection[Role],
     dtype: str | None,
 ) -> OutputCheckpoint:
-    """The layout of ``source`` with ``kv_heads`` key/value heads in its own class; ``roles`` are
-    the projections that change.
+    """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in its own class.
+    ``roles`` are the projections that are computed, all others are copied.
     """
     key = source.family.sizes.kv_heads
     assert key is not None  # layout kvfold is for the families whose class does not share heads
@@ -77,14 +80,14 @@ def plan_stock_fold(
 
 
 def count_cache_elements(geometry: ModelSizes) -> int:
-    """KV-cache elements per token per layer: the dims of one key and one value for every key/value
-    head.
+    """Return the KV-cache elements per token per layer: the dims of one key and one value for every
+    key/value head.
     """
     return 2 * geometry.kv_heads * geometry.head_dim
 
 
 def format_attention_label(heads: int, kv_heads: int) -> str:
-    """The name of the attention: ``MHA``, ``MQA``, or ``GQA-8`` for 8 key/value heads."""
+    """Return the kind of attention: ``MHA``, ``MQA``, or ``GQA-8`` for 8 key/value heads."""
     if kv_heads == heads:
         return "MHA"
     return "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"

@@ -49,8 +49,6 @@ def test_drift_checks_shapes_before_it_runs(out):
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:-1].clone()
     stored["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 5)
     save_file(stored, out / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"^out: its tensors do not match its config.json"
-    ) as raised:
+    with pytest.raises(InputError, match=r"^out: the tensors do not match config.json") as raised:
         drift_checkpoints(DriftRequest(str(demo_folder()), str(out)))
     assert len(raised.value.details) == 2

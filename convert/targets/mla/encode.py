@@ -1,5 +1,5 @@
-"""The tensors of a latent-attention layer in the stock class (`encode_stock_mla`) and in layout
-``kvfold`` (`encode_own_mla`), and the constant channel in layout ``free``.
+"""Turn converted MLA weights into the tensors that are stored, for the stock classes and for layout
+``kvfold``, with the constant latent channel of layout ``free``.
 
 DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
 have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
@@ -40,14 +40,14 @@ _READERS = ("q_b_proj", "kv_b_proj")
 
 
 def choose_norm_weight(rank: int) -> float:
-    """The power of two nearest to ``B / sqrt(R)`` on a logarithmic scale, where R is ``rank``."""
+    """Return the weight of a latent's RMSNorm in layout ``free``: the power of two nearest to ``B /
+    sqrt(R)``, for the constant channel B and the rank R.
+    """
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
 def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, with the names and shapes in
-    ``layout.list_mla_shapes``.
-    """
+    """Return the attention tensors of ``layer`` for a stock MLA class, by their stored names."""
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
     tensors = {**_encode_queries(latent), **_encode_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
@@ -62,8 +62,8 @@ def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[s
 def encode_own_mla(
     latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], spec: MlaSpec
 ) -> dict[str, Tensor]:
-    """The attention tensors of a layer in layout ``kvfold``, by name, with ``shapes``. The class
-    has biases that a layer may lack; they are zero.
+    """Return the attention tensors of a layer in layout ``kvfold``, by name, reshaped to
+    ``shapes``. Biases that the class has but the layer lacks are zero.
     """
     latent = mix_channels(latent) if spec.rotated else latent
     down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
@@ -100,7 +100,8 @@ def encode_own_mla(
 
 
 def interleave_rotary_dims(rows: Tensor, dim: int) -> Tensor:
-    """Reorder the rotary dims of ``rows`` along ``dim`` from half-split to interleaved pairs.
+    """Reorder the P rotary dims of ``rows`` along ``dim``: the two dims of a rotary pair, i and i +
+    P/2, become neighbors, 2i and 2i + 1.
 
     ``(x_0 .. x_{n-1}, y_0 .. y_{n-1})`` becomes ``(x_0, y_0, x_1, y_1 .. x_{n-1}, y_{n-1})``.
     """
@@ -108,8 +109,8 @@ def interleave_rotary_dims(rows: Tensor, dim: int) -> Tensor:
 
 
 def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
-    """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N +
-    P)^-1/2``.
+    """Return the query tensors of a stock MLA class. They include the factor between the source's
+    scale of the scores and DeepSeek's ``(N + P)^-1/2``.
     """
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
     if latent.query is None:
@@ -135,6 +136,9 @@ def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
 
 
 def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
+    """Return the key and value tensors of a stock MLA class: the down-projection, the latent's
+    norm, and the up-projection.
+    """
     rope_key = interleave_rotary_dims(latent.rope_key, 0)
     # [H (N + D), R], per head keys then values
     read = torch.cat([latent.uk, latent.uv], 1).flatten(0, 1)
@@ -161,23 +165,28 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
 
 
 def _compute_norm_remainder(rank: int) -> float:
-    """What is left of the norm's factor; the weights that read the latent undo it."""
+    """Return the factor by which the latent's norm differs from a power of two. The weights that
+    read the latent are multiplied by it, so that the result is unchanged.
+    """
     return CONSTANT / math.sqrt(rank) / choose_norm_weight(rank)
 
 
 def _concatenate_head_dims(nope: Tensor, rope: Tensor) -> Tensor:
-    """Join ``[H, N, ...]`` and ``[H, P, ...]`` to ``[H, N + P, ...]``, with the rotary dims
-    interleaved.
+    """Concatenate unrotated dims ``[H, N, ...]`` and rotary dims ``[H, P, ...]`` of each head to
+    ``[H, N + P, ...]``; the rotary dims become interleaved.
     """
     return torch.cat([nope, interleave_rotary_dims(rope, 1)], 1)
 
 
 def _zeros_if_none(bias: Tensor | None, like: Tensor) -> Tensor:
+    """Return ``bias``, or zeros of the shape of ``like`` if it is None."""
     return torch.zeros_like(like) if bias is None else bias
 
 
 def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
-    """Pad heads and rotary keys with zeros to their stored sizes."""
+    """Pad heads and rotary keys with zeros to the sizes that layout engine stores, so that the MLA
+    kernels of engines support them.
+    """
     nope, value = spec.head_dims(latent.value_dim)
     rope = spec.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
@@ -194,8 +203,8 @@ def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
 
 
 def pad_rotary_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
-    """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size``
-    dims; the rest are 0.
+    """Move the rotary pairs of ``rows`` along ``dim`` to every ``k``-th pair of ``size`` dims, in
+    half-split order; the other dims are zeros.
 
     Plain RoPE with ``size`` dims turns pair ``k i`` at the same frequency as plain RoPE with ``size
     / k`` dims turns pair ``i``.
@@ -207,7 +216,8 @@ def pad_rotary_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ConstantSlice:
-    """The constant channel's part of a tensor.
+    """The slice of a tensor that writes or reads the constant latent channel, and the learning rate
+    that training uses for it.
 
     axis, index: the slice ``index`` along ``axis``
     pace: its learning rate relative to the rest of the tensor; 0 freezes it
@@ -219,7 +229,8 @@ class ConstantSlice:
 
 
 def find_constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
-    """The `ConstantSlice` of each tensor with the constant channel, by name; only shapes are read.
+    """Return the slice that belongs to the constant latent channel in each of ``tensors`` that has
+    one, by tensor name. Values are not read, only shapes.
 
     Training must preserve the constant: gradient steps would change the bias and the channel's row
     of zeros for a slightly lower error, so these are frozen. The columns that read the channel have
@@ -238,6 +249,8 @@ def find_constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSli
 
 
 def list_latent_norms(names: Iterable[str]) -> list[str]:
-    """The names of the latents' norm weights among ``names``; training freezes them."""
+    """Return those of the tensor ``names`` that are weights of latent norms. Training
+    freezes them.
+    """
     norms = tuple(f"{norm}.weight" for norm in _NORM_OF.values())
     return [name for name in names if name.endswith(norms)]

@@ -21,8 +21,9 @@ but the source has no shared expert: layout ``free`` stores a shared expert of w
 
 ``classes.json`` has the keys of config.json for each class, in order; strings are expressions (see
 ``families/values.py``). The pad token is left out in layout ``free``, because transformers 5.23
-zeroes its embedding when it loads a Youtu model. A DeepSeek model without experts has the smallest numbers that its readers
-accept: llama.cpp refuses a model with as many groups of experts as experts, hence two.
+zeroes its embedding when it loads a Youtu model. A DeepSeek model without experts has the smallest
+numbers that its readers accept: llama.cpp refuses a model with as many groups of experts as
+experts, hence two.
 """
 
 import json
@@ -69,8 +70,8 @@ Shapes = dict[str, tuple[tuple[int, ...], Source]]
 def build_mla_config(
     model: Model, spec: MlaSpec, theta: Sequence[float], *, dtype: str
 ) -> dict[str, Any]:
-    """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
-    position.
+    """Return ``config.json`` of the model converted to a stock MLA class. ``theta [P/2]`` are the
+    rotary frequencies in radians per position.
 
     ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and
     after transformers 5; in layout ``engine`` so do the frequencies.
@@ -104,11 +105,16 @@ def build_mla_config(
 
 
 def _evaluate_all(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``table`` with each string value replaced by the result of its expression over
+    ``values``.
+    """
     return {key: evaluate_expression(value, values) for key, value in table.items()}
 
 
 def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
-    """The config keys for the rotary embedding, and ``head_dim`` if readers need it."""
+    """Return the config keys for the rotary embedding with frequencies ``theta [P/2]``, and
+    ``head_dim`` if a reader of the config needs it.
+    """
     engine = spec.layout == "engine"
     sparse = model.block.sparse
     positions = compute_context_length(model)
@@ -144,8 +150,8 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
 
 
 def build_longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """``rope_parameters`` for any frequencies ``theta``: factors divide the standard frequencies one
-    by one, the same for short and long texts.
+    """Return ``rope_parameters`` of type longrope that give any rotary frequencies ``theta [P/2]``:
+    one factor for each standard frequency, equal for short and long texts.
     """
     factors = [_ROPE_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
     return {
@@ -160,8 +166,8 @@ def build_longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
 
 
 def find_rope_base(theta: Sequence[float]) -> float | None:
-    """The ``base`` with ``theta_i = base^(-2i/P)`` for all ``P/2`` frequencies (within float32
-    precision), or None.
+    """Return the RoPE base for which ``theta_i = base^(-2i/P)`` holds for all ``P/2`` frequencies
+    within float32 precision, or None if there is none.
     """
     # Plain RoPE starts at one radian per position, whatever its base.
     if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
@@ -176,8 +182,8 @@ def find_rope_base(theta: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaCheckpoint(OutputCheckpoint):
-    """MLA of ``spec`` in a stock class, for ``model``, whose files are ``checkpoint`` and name
-    tensors with ``prefixes``.
+    """The planned checkpoint of a model converted to MLA in a stock class, with the ranks and the
+    layout of ``spec``.
     """
 
     model: Model
@@ -187,6 +193,9 @@ class MlaCheckpoint(OutputCheckpoint):
     dtype: str | None
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
+        """Return the stored tensors of ``layer`` by name, from its converted MLA ``weights``; a
+        fused gate and up projection is split.
+        """
         from kvfold.convert.targets.mla.encode import (
             encode_stock_mla,  # needs torch, a plan does not
         )
@@ -199,6 +208,9 @@ class MlaCheckpoint(OutputCheckpoint):
         return {self.prefixes.to_wrapped_name(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
+        """Return this checkpoint with its config.json, whose rotary frequencies are ``theta
+        [layers][P/2]`` in radians per position; all layers have those of the first.
+        """
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
         # A stock class has one set of frequencies for all layers.
         config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
@@ -214,7 +226,8 @@ def plan_stock_mla(
     spec: MlaSpec,
     dtype: str | None,
 ) -> OutputCheckpoint:
-    """The checkpoint of ``model`` as MLA in a stock class.
+    """Plan the checkpoint of ``model`` converted to MLA in a stock transformers class: names,
+    dtypes and shapes of all tensors.
 
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
@@ -254,8 +267,8 @@ def plan_stock_mla(
 
 
 def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
-    """The shape of each output tensor and the source tensors that it copies (see
-    ``OutputTensor.source``), by name.
+    """Return the shape of each output tensor of a stock MLA class, and the source tensors that it
+    copies (see ``OutputTensor.source``), by name.
     """
     (embedding,) = model.names_by_role["embedding", None]
     (norm,) = model.names_by_role["final_norm", None]
@@ -288,7 +301,9 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
 
 
 def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
-    """The shapes and source tensors of the router and the experts in ``layer``, by name."""
+    """Return the shapes of the router and the experts in ``layer``, and the source tensors that
+    they copy, by output name.
+    """
     mlp = f"model.layers.{layer}.mlp"
     names = model.names_by_role
     (router,) = names["router", layer]

@@ -1,15 +1,15 @@
-"""The sizes of latent attention (MLA) in a converted model, and why a model cannot become one. Does
-not import torch.
+"""The sizes of latent attention (MLA) in a converted model, and the reasons why a model cannot be
+converted to MLA. Does not import torch.
 
-``shapes.json`` has the attention tensors of the stock classes and of layout ``kvfold``: their shapes
-and conditions are expressions (see ``families/values.py``) over the sizes of the source and the
-spec. Norms that are kept in layout ``kvfold`` act on whole queries, so the rotary part of a query
-is there a map of the normalized query.
+``shapes.json`` has the attention tensors of the stock classes and of layout ``kvfold``: their
+shapes and conditions are expressions (see ``families/values.py``) over the sizes of the source and
+the spec. Norms that are kept in layout ``kvfold`` act on whole queries, so the rotary part of a
+query is there a map of the normalized query.
 
 ``problems.json`` lists the features that layouts cannot express: of the attention, for every MLA
 layout; beyond these, for layout ``kvfold``, for the stock classes, and for engines. ``when`` is an
-expression over the facts that `_collect_facts` collects. Each problem of a model is one line: such a
-feature, and an option to use instead.
+expression over the facts that `_collect_facts` collects. Each problem of a model is one line: such
+a feature, and an option to use instead.
 """
 
 import json
@@ -38,13 +38,13 @@ _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
 
 
 def is_mla_config(config: Mapping[str, Any]) -> bool:
-    """True if ``config`` describes a model with latent attention (MLA)."""
+    """True if ``config`` (config.json) is that of a model with latent attention (MLA)."""
     return config.get("model_type") in ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """The sizes and the layout of latent attention.
+    """The sizes of latent attention (MLA) and the layout in which it is stored.
 
     kv_rank: cached latent channels R per token and layer, the constant channel included
     rope_dim: dims P of the cached rotary key
@@ -59,24 +59,29 @@ class MlaSpec:
 
     @property
     def constant(self) -> bool:
-        """True if one latent channel is constant, as in layout ``free``."""
+        """True if the last latent channel holds a constant instead of data, as in layout
+        ``free``.
+        """
         return self.layout == "free"
 
     @property
     def channels(self) -> int:
-        """The number of latent channels without the constant channel."""
+        """The number of latent channels that hold data: all but the constant one."""
         return self.kv_rank - self.constant
 
     @property
     def has_kernels(self) -> bool:
-        """True if the MLA kernels of engines support this cache size."""
+        """True if the MLA kernels of inference engines support this size of the cache and of the
+        rotary key.
+        """
         return (
             self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS}
             and self.kv_rank + self.rope_dim in KERNEL_CACHES
         )
 
     def head_dims(self, dim: int) -> tuple[int, int]:
-        """The unrotated dims and the value dims of a stored head, at least ``dim`` each.
+        """Return the unrotated dims and the value dims of a stored head for a source with head size
+        ``dim``; both are at least ``dim``.
 
         Both are ``dim``, except that layout ``engine`` pads heads with zeros to the smallest sizes
         that MLA kernels support. The zeros do not change the result: the scale of the scores is
@@ -90,16 +95,16 @@ class MlaSpec:
         return min(sizes, key=sum, default=(dim, dim))
 
     def used_rope_dim(self, rotary_dims: int) -> int:
-        """The number of stored rotary dims that contain keys; layout ``engine`` may pad them with
-        zeros to P.
+        """Return how many of the stored rotary dims hold keys; layout ``engine`` may fill the
+        others with zeros. ``rotary_dims`` are those of a source head.
         """
         padded = self.layout == "engine" and self.has_kernels and rotary_dims > 0
         return rotary_dims if padded and self.rope_dim % rotary_dims == 0 else self.rope_dim
 
 
 def count_cached_divisors(model: Model, spec: MlaSpec) -> int:
-    """KV-cache elements per token per layer, in addition to R + P, for the divisors of key norms
-    that are kept.
+    """Return how many KV-cache elements per token per layer store divisors of key norms, in
+    addition to latent and rotary key; 0 unless layout ``kvfold`` keeps these norms.
     """
     if model.qk_norm is None or spec.layout != "kvfold":
         return 0  # stock classes have linear maps in place of the norms
@@ -108,7 +113,8 @@ def count_cached_divisors(model: Model, spec: MlaSpec) -> int:
 
 
 def compute_query_rank(model: Model, spec: MlaSpec) -> int | None:
-    """``q_lora_rank`` of the output, the constant channel included; None without a query latent.
+    """Return ``q_lora_rank`` of the output, the constant channel included, or None if its queries
+    have no latent.
 
     Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
     """
@@ -119,8 +125,8 @@ def compute_query_rank(model: Model, spec: MlaSpec) -> int | None:
 
 
 def compute_context_length(model: Model) -> int:
-    """The output's context length: the source's, or the range of the short factors if longrope has
-    two sets.
+    """Return the output's context length in tokens: that of the source or, if longrope has two sets
+    of factors, the range of the short ones.
     """
     positions = model.geometry.positions
     table = read_rope_parameters(model.values)
@@ -130,8 +136,8 @@ def compute_context_length(model: Model) -> int:
 
 
 def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
-    """The sizes of ``model`` as MLA of ``spec``, by the names in ``shapes.json`` and
-    ``classes.json``.
+    """Return the sizes of ``model`` converted to MLA with ``spec``, by the names that the
+    expressions in ``shapes.json`` and ``classes.json`` use.
     """
     nope, value = spec.head_dims(model.geometry.head_dim)
     return {
@@ -147,8 +153,8 @@ def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
 
 
 def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in the attention ``module`` of ``model`` as MLA of ``spec``, by
-    name, all of them computed.
+    """Return the shape of each tensor in the attention ``module`` of ``model`` converted to MLA
+    with ``spec``, by tensor name.
     """
     sizes = collect_mla_sizes(model, spec)
     return {
@@ -159,7 +165,9 @@ def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str,
 
 
 def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False) -> list[str]:
-    """All reasons why ``model`` cannot be converted to ``spec``, one line each; empty if it can."""
+    """Return one message for each reason why ``model`` cannot be converted to MLA with ``spec``; an
+    empty list if it can.
+    """
     problems = _list_own_problems(model) if spec.layout == "kvfold" else list_stock_problems(model)
     if spec.layout == "engine":
         for feature in _list_features(model, "engine"):
@@ -168,8 +176,8 @@ def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False
 
 
 def list_stock_problems(model: Model) -> list[str]:
-    """All features of the model that the stock MLA classes cannot express at any size, one line
-    each.
+    """Return one message for each feature of ``model`` that the stock MLA classes cannot express,
+    whatever the sizes.
     """
     kind = model.family.model_type
     if model.tower is not None and not WRAPPERS[kind].any_text:
@@ -186,7 +194,9 @@ def list_stock_problems(model: Model) -> list[str]:
 
 
 def _list_own_problems(model: Model) -> list[str]:
-    """Reasons why the model cannot be converted to layout ``kvfold``."""
+    """Return one message for each feature of ``model`` that prevents a conversion to MLA in layout
+    ``kvfold``.
+    """
     kind = model.family.model_type
     features = _list_features(model, "attention", "kvfold")
     if kind not in SOURCES or model.tower is not None:
@@ -198,7 +208,9 @@ def _list_own_problems(model: Model) -> list[str]:
 
 
 def _list_features(model: Model, *groups: str) -> list[str]:
-    """The features in ``groups`` of ``problems.json`` that ``model`` has."""
+    """Return the features of ``model`` that an MLA layout cannot express, from the given ``groups``
+    of ``problems.json``.
+    """
     facts = _collect_facts(model)
     return [
         row["feature"].format(**facts)
@@ -209,6 +221,9 @@ def _list_features(model: Model, *groups: str) -> list[str]:
 
 
 def _collect_facts(model: Model) -> dict[str, Any]:
+    """Return the properties of ``model`` by the names that the conditions in ``problems.json`` use,
+    such as clipping, soft caps and attention windows.
+    """
     layers = model.layers
     norm = model.qk_norm
     context = compute_context_length(model)
@@ -243,7 +258,9 @@ def _collect_facts(model: Model) -> dict[str, Any]:
 
 
 def _list_size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iterator[str]:
-    """Yield reasons why the sizes of ``spec`` are impossible or save nothing."""
+    """Yield one message for each size of ``spec`` that is impossible for ``model``, or that makes
+    the cache no smaller.
+    """
     size = model.geometry
     rank = spec.kv_rank
     rope = spec.rope_dim
