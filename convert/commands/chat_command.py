@@ -16,8 +16,7 @@ def chat(request: ChatRequest) -> None:
     side by side.
 
     Answers are greedy, so that a difference between two models is one of their weights. An MLA
-    model decodes over its latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the
-    conversation.
+    model decodes over its latent cache (absorbed). Ctrl-D ends the conversation.
     """
     check_models_open(request.model, *filter(None, [request.against]))
     from kvfold.convert.measure.chat import answer_prompts
