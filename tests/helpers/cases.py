@@ -1,16 +1,23 @@
-"""Cases of parametrized tests, most of them left to ``pytest --all``."""
+"""Cases of parametrized tests: read from the JSON beside a test, most left to ``pytest --all``."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 
+def read_cases(file: str) -> Any:
+    """The tables of configs and expected facts beside a test, whose ``__file__`` is given."""
+    return json.loads(Path(file).with_suffix(".json").read_text())
+
+
 def mostly_slow(cases: Iterable[Any], quick: int) -> list[Any]:
-    """``cases``, with all but every ``quick``-th, from the first, marked slow; tuples are several
-    arguments.
+    """``cases``, with all but every ``quick``-th, from the first, marked slow; tuples and lists
+    are several arguments.
     """
-    several = (case if isinstance(case, tuple) else (case,) for case in cases)
+    several = (case if isinstance(case, tuple | list) else (case,) for case in cases)
     return [
         pytest.param(*case, marks=[pytest.mark.slow] if at % quick else [])
         for at, case in enumerate(several)

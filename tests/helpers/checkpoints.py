@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
+from kvfold.convert.families.model import Model, make_model
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -19,6 +21,25 @@ def tensors(folder: Path) -> dict[str, Tensor]:
         for file in sorted(folder.glob("*.safetensors"))
         for name, value in load_file(file).items()
     }
+
+
+def read_model(folder: Path) -> Model:
+    """The model that the folder's config.json describes."""
+    return make_model(json.loads((folder / "config.json").read_text()))
+
+
+def convert(source: Path, out: Path, kv_heads: int | None = None, **options: Any) -> Path:
+    """``out`` with the conversion of ``source``: the means of groups unless ``options`` differ."""
+    options = {"to": "gqa", "method": "mean", "allow_growth": True, "quiet": True, **options}
+    convert_checkpoint(ConvertRequest(source, out, kv_heads=kv_heads, **options))
+    return out
+
+
+def full_split(source: Path, more: int = 0) -> dict[str, Any]:
+    """Options of latent attention with which nothing is lost; ``more`` channels than needed."""
+    size = read_model(source).geometry
+    split = {"kv_rank": size.model_dim + more, "rope_dim": size.rotary_dims * size.kv_heads}
+    return {"to": "mla", "method": "svd", **split}
 
 
 def stock_model(

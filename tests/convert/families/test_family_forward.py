@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cases import mostly_slow
+from helpers.cases import mostly_slow, read_cases
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -173,32 +173,14 @@ class Decoder:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-# Beside every flag, which a test below turns.
-VARIANTS = [
-    ("llama", {"hidden_size": 48, "head_dim": 10}),
-    ("mistral", {"sliding_window": None}),
-    ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
-    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}),
-    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    ("gemma3_text", {"final_logit_softcapping": 3.0, "sliding_window_pattern": 1}),
-    ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
-    ("olmo", {"clip_qkv": None}),
-    ("smollm3", {"no_rope_layers": [0, 1]}),
-    ("cohere", {"logit_scale": 2.0}),
-    ("gpt_neox", {"rotary_emb_base": 500, "rotary_pct": 1.0}),
-    ("opt", {"word_embed_proj_dim": 32}),
-    ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
-    ("falcon", {"num_kv_heads": 2}),
-    ("mpt", {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.8}}),
-]
+# The cases beside this file are variants beside every flag, which a test below turns.
 ALL = [
     *(
         (name, changes)
         for name in list_supported_model_types()
         for changes in ({}, {"num_key_value_heads": 2})
     ),
-    *VARIANTS,
+    *read_cases(__file__),
 ]
 
 

@@ -5,7 +5,6 @@ Folds to the means of groups are the stock model with these means repeated; late
 size loses nothing.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,91 +12,31 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
-from helpers.cases import mostly_slow
-from helpers.checkpoints import stock_model, tensors
+from helpers.cases import mostly_slow, read_cases
+from helpers.checkpoints import convert, full_split, read_model, stock_model, tensors
 from safetensors.torch import save_file
 from tiny_models import CLASSICS
 
 from kvfold.attention import register_models
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.families.family import list_supported_model_types
 from kvfold.convert.families.layer_io import make_stored_tensors, read_attention_weights
-from kvfold.convert.families.model import Model, make_model
+from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.fold import pool
 
-FULL = ["full_attention", "full_attention"]
-PLAIN = {
-    "mlp_bias": False,
-    "residual_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-# What a model of the family must be like for the latent class to express it, and one context for
-# all its layers.
-LATENT = {
-    "llama": {"mlp_bias": False},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"use_sliding_window": False},
-    "phi3": {"sliding_window": None},
-    "smollm3": {"use_sliding_window": False, "no_rope_layers": [1, 1]},
-    "granite": PLAIN,
-    "hyperclovax": {**PLAIN, "use_post_norm": False},
-    "cwm": {"layer_types": FULL},
-    "ernie4_5": {"use_bias": False},
-    "glm": {},
-    "helium": {"mlp_bias": False},
-    "internlm3": {"mlp_bias": False, "attention_bias": False},
-    "iquestcoder": {},
-    "ministral": {"layer_types": FULL},
-    "ministral3": {
-        "sliding_window": None,
-        "rope_parameters": (
-            {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.0}
-            | {"original_max_position_embeddings": 16}
-        ),
-    },
-    "seed_oss": {"mlp_bias": False},
-}
-ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
-LATENT_VARIANTS = [
-    ("llama", {"mlp_bias": False, "attention_bias": True, "num_key_value_heads": 8}),
-    ("mistral", {"sliding_window": None, "head_dim": 16, "tie_word_embeddings": True}),
-    ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
-    ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0]}),
-    *(
-        (
-            "llama",
-            {
-                "mlp_bias": False,
-                "rope_parameters": {**ROPE, "rope_type": kind, "factor": 4.0, **others},
-            },
-        )
-        for kind, others in {
-            "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            "linear": {},
-            "yarn": {},
-            "longrope": {name: [1.0, 2.0, 3.0, 4.0] for name in ("short_factor", "long_factor")},
-        }.items()
-    ),
-]
+CASES = read_cases(__file__)
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
 # by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
 
 
 def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
-    return make_model(json.loads((folder / "config.json").read_text())), tensors(folder)
+    return read_model(folder), tensors(folder)
 
 
 @torch.no_grad()
 def logits(folder: Path, **options) -> torch.Tensor:
     tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
     return stock_model(folder, trust_remote_code=False, **options)(tokens).logits
-
-
-def convert(source: Path, out: Path, **options) -> Path:
-    convert_checkpoint(ConvertRequest(source, out, allow_growth=True, quiet=True, **options))
-    return out
 
 
 @pytest.mark.parametrize("name", list_supported_model_types())
@@ -150,32 +89,27 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
     expected = logits(tmp_path / "repeated")
-    out = convert(source, tmp_path / "out", to="gqa", kv_heads=groups, method="mean")
+    out = convert(source, tmp_path / "out", groups)
     torch.testing.assert_close(logits(out), expected, **TOLERANCE)
     assert not torch.allclose(expected, logits(source), rtol=1e-2, atol=1e-2), (
         "pooling changed nothing to see"
     )
 
 
-def full_latent(source: Path, out: Path, **options) -> Path:
-    size = tiny_model(source)[0].geometry
-    split = {"rope_dim": size.rotary_dims * size.kv_heads, "kv_rank": size.model_dim + 1}
-    return convert(source, out, to="mla", method="svd", **split, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"), mostly_slow([*LATENT.items(), *LATENT_VARIANTS], 5), ids=str
-)
+# What a model of the family must be like for the latent class to express it, and one context for
+# all its layers.
+@pytest.mark.parametrize(("name", "changes"), mostly_slow(CASES["latent"], 5), ids=str)
 def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family, tmp_path):
     source = tiny_family(name, **{"num_key_value_heads": 2, **changes})
-    out = full_latent(source, tmp_path / "out")
+    out = convert(source, tmp_path / "out", **full_split(source, 1))
     assert (logits(out) - logits(source)).abs().max() < precision.CONVERTED
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_family, tmp_path):
     source = tiny_family("llama", num_key_value_heads=2, mlp_bias=False)
-    out = full_latent(source, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    low_dtype = str(dtype).removeprefix("torch.")
+    out = convert(source, tmp_path / "out", dtype=low_dtype, **full_split(source, 1))
     low, floor = (
         (logits(folder, dtype=dtype).float() - logits(source)).norm() for folder in (out, source)
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import precision, wrappers
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, stock_model, tensors
+from helpers.checkpoints import add_demo_tokenizer, convert, stock_model, tensors
 from helpers.walks import run_stream
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -19,10 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention import absorb
 from kvfold.convert import (
-    ConvertRequest,
     DriftRequest,
     UptrainRequest,
-    convert_checkpoint,
     drift_checkpoints,
     uptrain_checkpoint,
 )
@@ -46,12 +44,6 @@ def wrapper(tmp_path_factory):
         return made
 
     return folder
-
-
-def convert(source, out, kv_heads=None, **options):
-    options = {"to": "gqa", "kv_heads": kv_heads, "method": "mean", **options}
-    convert_checkpoint(ConvertRequest(source, out, allow_growth=True, quiet=True, **options))
-    return out
 
 
 def same(found: Path, expected: Path, given: dict[str, torch.Tensor]) -> None:

@@ -7,49 +7,25 @@ import json
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import tensors
+from helpers.cases import read_cases
+from helpers.checkpoints import convert, tensors
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from kvfold.attention import absorb
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
-from kvfold.convert.targets.engines import (
-    describe_latent_config,
-    describe_mla,
-    list_engine_support,
-)
 from kvfold.convert.targets.mla.layout import build_mla_config, list_mla_shapes
 from kvfold.convert.targets.mla.spec import MlaSpec, list_stock_problems
 
-MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
-LOSSLESS = {
-    "to": "mla",
-    "kv_rank": 65,
-    "rope_dim": 32,
-    "method": "svd",
-    "allow_growth": True,
-    "quiet": True,
-}
+CASES = read_cases(__file__)
+LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd"}
 TOKENS = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(2))
 NORMED = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(3))
 
 
 def config_of(name, **changes):
-    sizes = {
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "vocab_size": 50,
-        "intermediate_size": 40,
-    }
     stock = AutoConfig.for_model(name)
-    known = {key: value for key, value in (sizes | changes).items() if hasattr(stock, key)}
+    known = {key: value for key, value in (CASES["sizes"] | changes).items() if hasattr(stock, key)}
     return json.loads(AutoConfig.for_model(name, **known).to_json_string(use_diff=False))
 
 
@@ -62,10 +38,8 @@ def greedy(model, tokens=TOKENS):
 @pytest.fixture(scope="module")
 def mixtral(tiny_family, tmp_path_factory):
     """A tiny Mixtral, and what it becomes at full rank."""
-    source = tiny_family("mixtral", **MIXTRAL)
-    out = tmp_path_factory.mktemp("experts") / "out"
-    convert_checkpoint(ConvertRequest(source, out, **LOSSLESS))
-    return source, out
+    source = tiny_family("mixtral", sliding_window=None, num_key_value_heads=4)
+    return source, convert(source, tmp_path_factory.mktemp("experts") / "out", **LOSSLESS)
 
 
 def test_a_lossless_conversion_is_its_source_in_stock_transformers_and_absorbed(mixtral):
@@ -85,13 +59,7 @@ def test_a_lossless_conversion_is_its_source_in_stock_transformers_and_absorbed(
     assert type(completed.model.layers[0].self_attn).__name__ == "AbsorbedMistral4Attention"
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}),
-        ("olmoe", {"clip_qkv": None}),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), CASES["normed"])
 def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(
     name, changes, tiny_family, tmp_path
 ):
@@ -102,8 +70,8 @@ def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(
         name, num_key_value_heads=4, sliding_window=None, use_sliding_window=False, **changes
     )
     request = LOSSLESS | {"kv_rank": 40, "rope_dim": 8}
-    convert_checkpoint(ConvertRequest(source, tmp_path / "out", **request))
-    stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    out = convert(source, tmp_path / "out", **request)
+    stock = CompletedAuto.from_pretrained(out, dtype=torch.float32).eval()
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     for before, after in zip(original.model.layers, stock.model.layers, strict=True):
         torch.testing.assert_close(after.mlp(NORMED), before.mlp(NORMED), rtol=1e-4, atol=1e-5)
@@ -131,15 +99,7 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
 
 
 @pytest.mark.parametrize("layout", ["free", "engine"])
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("mixtral", {}),
-        ("mixtral", {"tie_word_embeddings": True}),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1], "norm_topk_prob": True}),
-        ("olmoe", {"norm_topk_prob": False}),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), CASES["routed"])
 def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     source = make_model(config_of(name, **changes))
     target = MlaSpec(40, 8, layout=layout)
@@ -157,34 +117,8 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     assert written["n_shared_experts"] == (layout == "engine")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "feature"),
-    [
-        ("qwen2_moe", {}, "shared_router"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"),
-        ("mixtral", {"num_local_experts": 1, "num_experts": 1}, "one expert"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "feature"), CASES["refused"])
 def test_experts_that_the_stock_class_cannot_hold(name, changes, feature, told):
     problems = list_stock_problems(make_model(config_of(name, **changes)))
     assert any(feature in problem for problem in problems)
     told(problems[0])
-
-
-@pytest.mark.parametrize(
-    ("split", "layout", "served"),
-    [
-        ((512, 64), "free", {"transformers"}),
-        ((512, 64), "engine", {"transformers", "vLLM", "llama.cpp", "mlx-lm"}),
-        ((96, 32), "engine", {"transformers", "llama.cpp", "mlx-lm"}),
-    ],
-)
-def test_who_serves_experts(split, layout, served):
-    source = make_model(config_of("mixtral", hidden_size=4096, head_dim=128))
-    target = MlaSpec(*split, layout=layout)
-    result = describe_mla(source, target)
-    theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
-    assert (
-        describe_latent_config(build_mla_config(source, target, theta, dtype="bfloat16")) == result
-    )
-    assert {support.engine for support in list_engine_support(result) if support.serves} == served

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from helpers.cases import read_cases
 from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import make_model
 from kvfold.convert.targets.mla.layout import build_longrope, build_mla_config, find_rope_base
 from kvfold.convert.targets.mla.spec import MlaSpec, compute_context_length, list_mla_problems
+
+CASES = read_cases(__file__)
 
 
 def config_of(model_type, **changes):
@@ -29,44 +32,13 @@ def test_a_llama_can_become_both_layouts():
     assert problems(target=MlaSpec(64, 32), allow_growth=True) == []
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        MlaSpec(16, 7),
-        MlaSpec(16, 0),
-        MlaSpec(16, 34),
-        MlaSpec(16, 10, layout="engine"),
-        MlaSpec(1, 8),
-        MlaSpec(56, 8),  # as much cache as the source
-    ],
-    ids=str,
-)
-def test_sizes_that_cannot_be(target, told):
-    (problem,) = problems(target=target)
+@pytest.mark.parametrize("sizes", CASES["wrong_sizes"])
+def test_sizes_that_cannot_be(sizes, told):
+    (problem,) = problems(target=MlaSpec(*sizes))
     told(problem)
 
 
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "layouts"),
-    [
-        ("phi", {"qk_layernorm": True}, ["free", "kvfold"]),
-        ("hunyuan_v1_dense", {}, ["free", "kvfold"]),
-        ("olmo", {"clip_qkv": 0.8}, ["kvfold"]),
-        ("mistral", {"sliding_window": 32}, ["free"]),
-        ("llama", {}, ["kvfold"]),
-        ("llama", {"mlp_bias": True}, ["free"]),
-        ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, ["free"]),
-        ("starcoder2", {}, ["free"]),
-        ("granite", {"residual_multiplier": 0.5}, ["free"]),
-        ("qwen2", {}, ["engine"]),
-        ("llama", {"rope_parameters": LINEAR}, ["engine"]),
-        ("llama", {"hidden_act": "gelu"}, ["engine"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("model_type", "changes", "layouts"), CASES["refused"])
 def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
     model_type, changes, layouts, told
 ):
@@ -134,18 +106,7 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
         assert inverse == pytest.approx(other, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rank", "rope", "dim", "heads"),
-    [
-        (512, 64, 128, (128, 128)),  # Llama's heads need none
-        (512, 64, 64, (64, 128)),
-        (448, 64, 80, (128, 128)),
-        (256, 64, 160, (192, 256)),
-        (256, 64, 256, (256, 256)),  # larger than any with rotary dims
-        (510, 66, 64, (64, 64)),
-        (500, 64, 64, (64, 64)),
-    ],
-)
+@pytest.mark.parametrize(("rank", "rope", "dim", "heads"), CASES["heads"])
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
-    assert MlaSpec(rank, rope, layout="engine").head_dims(dim) == heads
+    assert MlaSpec(rank, rope, layout="engine").head_dims(dim) == tuple(heads)
     assert MlaSpec(rank, rope).head_dims(dim) == (dim, dim)

@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import stock_model, tensors
+from helpers.checkpoints import read_model, stock_model, tensors
 from helpers.layers import attend_latent
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvfold.convert.families.model import make_model
 from kvfold.convert.targets.mla.encode import encode_stock_mla
 from kvfold.convert.targets.mla.layout import build_mla_config, list_mla_shapes
 from kvfold.convert.targets.mla.spec import MlaSpec, compute_query_rank
@@ -88,7 +87,7 @@ def written(tiny_family, tmp_path):
     def make(target, family="llama"):
         changes = {"mlp_bias": False, "attention_bias": False} if family == "llama" else {}
         source = tiny_family(family, num_key_value_heads=2, tie_word_embeddings=True, **changes)
-        bound = make_model(json.loads((source / "config.json").read_text()))
+        bound = read_model(source)
         stored = tensors(source)
         rank = compute_query_rank(bound, target)
         inner = None if rank is None else rank - target.constant

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
-from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, stock_model
+from helpers.cases import mostly_slow, read_cases
+from helpers.checkpoints import add_demo_tokenizer, convert, full_split, read_model, stock_model
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS
@@ -27,39 +27,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold, vllm_plugin
-from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert import ConvertRequest, inspect_checkpoint
 from kvfold.convert.conversion.plan import list_mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import make_model
 from kvfold.convert.measure.verify import verify_checkpoint
 
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
 # by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
-CHANGES = {  # further models of a family
-    "bloom": {"tie_word_embeddings": False},
-    "falcon": {"new_decoder_architecture": False, "bias": False, "parallel_attn": False},
-    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
-    "gpt_neox": {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False},
-    "gptj": {"rotary_dim": 8, "tie_word_embeddings": True},
-    "mpt": {"attn_config": {"softmax_scale": 0.2}},
-    "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False},
-}
-LATENT = {  # whose stock class shares heads but no latent: what nothing may be lost of
-    **{name: {"num_key_value_heads": 2} for name in SOURCES if name not in CLASSICS},
-    "phi": {"qk_layernorm": False, "num_key_value_heads": 2},
-    "stablelm": {"num_key_value_heads": 4, "use_parallel_residual": True},
-    "gemma": {"num_key_value_heads": 1},
-    "olmo": {"clip_qkv": None},
-    "falcon": {"num_kv_heads": 2},
-    "falcon-rw": {
-        "alibi": True,
-        "new_decoder_architecture": False,
-        "multi_query": False,
-        "parallel_attn": False,
-    },
-}
+CASES = read_cases(__file__)
+# Models whose stock class shares heads but not a latent: what nothing may be lost of.
+LATENT = {name: {"num_key_value_heads": 2} for name in SOURCES if name not in CLASSICS}
+LATENT |= CASES["latents"]
 USE = """
 import json, sys, torch
 from transformers import AutoModel, AutoModelForCausalLM
@@ -107,23 +87,6 @@ print(json.dumps([check(*pair, at) for at, pair in enumerate(pairs)]))
 """
 
 
-def convert(source: Path, out: Path, **options) -> Path:
-    options = {"to": "gqa", "method": "mean", "allow_growth": True, **options}
-    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), quiet=True, **options))
-    return out
-
-
-def full_split(source: Path) -> dict:
-    """Options of latent attention with which nothing is lost."""
-    size = make_model(json.loads((source / "config.json").read_text())).geometry
-    return {
-        "to": "mla",
-        "method": "svd",
-        "kv_rank": size.model_dim,
-        "rope_dim": size.rotary_dims * size.kv_heads,
-    }
-
-
 def readable(model: Path, folder: Path) -> Path:
     """A copy of ``model`` with the tokenizer of the model that ships."""
     source = Path(shutil.copytree(model, folder / "source"))
@@ -161,7 +124,7 @@ def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(
     sources = [(tiny_family(name), {"kv_heads": 8}) for name in [*classics][::3]]
     sources += [(latents("falcon-rw")[0], {"kv_heads": 8})] if remote else []
     for name in classics:
-        source = tiny_family(name, **CHANGES[name])
+        source = tiny_family(name, **CASES["variants"][name])
         sources.append((source, full_split(source)))
     pairs = [latents(name) for name in shared]
     for at, (source, how) in enumerate(sources):
@@ -260,22 +223,9 @@ def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
         assert saved(text, labels=text).loss.item() < before - 0.5
 
 
-MLA = {"to": "mla", "kv_rank": 12, "method": None, "refine": 2}
-
-
 @pytest.mark.parametrize(
     ("name", "options", "attention", "elements"),
-    mostly_slow(
-        [
-            *(
-                (name, {"to": "mqa", "method": "principal", "layout": "kvfold"}, "MQA", 16)
-                for name in sorted(CLASSICS)
-            ),
-            ("gpt2", {**MLA, "rope_dim": 0}, "MLA 12+0", 12),
-            ("gpt_neox", {**MLA, "rope_dim": 4}, "MLA 12+4", 16),
-        ],
-        7,
-    ),
+    mostly_slow(CASES["calibrated"], 7),
 )
 def test_conversions_are_calibrated_checked_and_described(
     name, options, attention, elements, tiny_family, tmp_path
@@ -317,7 +267,7 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
 
 @pytest.mark.parametrize(("name", "divisors"), [("qwen3", 8), ("olmo2", 1), ("gemma2", 0)])
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
-    model = make_model(json.loads((tiny_family(name) / "config.json").read_text()))
+    model = read_model(tiny_family(name))
     request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
     splits = list_mla_specs(request, model)
     assert {target.kv_rank + target.rope_dim for target in splits} == {64 - divisors}
