@@ -56,10 +56,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    """Import the public name ``name`` from its module on first use, without importing
+    torch before.
+    """
     if name in _MODULES:
         return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
+    """Return the public names, so that completion shows them before they are imported."""
     return __all__

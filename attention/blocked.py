@@ -47,7 +47,9 @@ _FEWEST_IN_STEP = 64
 
 
 class Block(NamedTuple):
-    """Some queries and the keys that they see, for some sequences and key heads."""
+    """A tile of the score matrix: a range of queries, the range of keys that they see, and ranges
+    of sequences and key heads.
+    """
 
     batch: slice
     groups: slice
@@ -56,16 +58,18 @@ class Block(NamedTuple):
     shape: tuple[int, ...]  # of the block's scores, [b, g, M, rows, width]
 
     def select_queries(self, tensor: Tensor) -> Tensor:
-        """The block's part of queries ``[B, G, M, T, D]``, as ``[b * g, M * rows, D]``."""
+        """Select the block's queries from ``[B, G, M, T, D]``, as ``[b * g, M * rows, D]``."""
         part = tensor[self.batch, self.groups, :, self.queries]
         return part.flatten(2, 3).flatten(0, 1)
 
     def select_keys(self, tensor: Tensor) -> Tensor:
-        """The block's part of keys ``[B, G, S, D]``, as ``[b * g, width, D]``."""
+        """Select the block's keys or values from ``[B, G, S, D]``, as ``[b * g, width, D]``."""
         return tensor[self.batch, self.groups, self.keys].flatten(0, 1)
 
     def select_bias(self, bias: Tensor) -> Tensor:
-        """The block's part of ``bias [1|B, 1|H, T, S]``: ``[1|b, 1|g, 1|M, rows, width]``."""
+        """Select the block's biases from ``bias [1|B, 1|H, T, S]``, as ``[1|b, 1|g, 1|M, rows,
+        width]``.
+        """
         members = 1 if bias.shape[1] == 1 else self.shape[2]
         bias = torch.unflatten(bias, 1, (-1, members))
         batch = self.batch if bias.shape[0] > 1 else slice(None)
@@ -75,8 +79,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """Scores of one call and their softmax, computed block by block; names and shapes as at the top
-    of this file.
+    """The arguments of one attention call without its values; computes scores and softmax weights
+    block by block.
 
     ``queries`` and ``keys`` contain parts whose products are added: one part, or two for a latent
     cache (latent and rotary key). ``bias`` is added to the scores; a boolean ``bias`` is a mask
@@ -92,8 +96,8 @@ class AttentionScores:
     sinks: Tensor | None = None
 
     def split_into_blocks(self, buffers: int = 1) -> Iterator[Block]:
-        """Yield the blocks that see at least one key, each with as many scores as fit the budget,
-        or one key head's.
+        """Yield blocks that cover all pairs of a query and a key that it sees. Each has as many
+        scores as fit the memory budget, at least those of one key head.
 
         ``buffers`` is the number of tensors as large as a block's scores that the caller needs at
         once.
@@ -128,7 +132,7 @@ class AttentionScores:
                 )
 
     def compute_scores(self, block: Block) -> Tensor:
-        """``scale * query . key`` for a block: ``[b * g, M * rows, width]``."""
+        """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``."""
         pairs = zip(self.queries, self.keys, strict=True)
         products = [
             multiply_keys(self.scale * block.select_queries(query), block.select_keys(key))
@@ -137,7 +141,9 @@ class AttentionScores:
         return products[0] if len(products) == 1 else products[0].add_(products[1])
 
     def compute_weights(self, block: Block) -> Tensor:
-        """The weights of a block: ``[b * g, M * rows, width]``; zeros if a query sees no key."""
+        """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
+        width]``. The row of a query that sees no key is zero.
+        """
         scores = self.compute_scores(block)
         maps = scores.view(block.shape)
         if self.softcap is not None:
@@ -177,8 +183,8 @@ class AttentionScores:
 
 
 def blocked_attention(scores: AttentionScores, value: Tensor) -> Tensor:
-    """``value`` weighted by the softmax of ``scores``, with gradients; formula and shapes as at the
-    top of this file.
+    """Return attention output ``[B, G, M, T, Dv]``: ``value [B, G, S, Dv]`` weighted by the softmax
+    of ``scores``. Supports gradients.
     """
     if torch.compiler.is_compiling():
         # a graph of all blocks would take minutes to compile
@@ -202,8 +208,8 @@ def blocked_attention(scores: AttentionScores, value: Tensor) -> Tensor:
 def weigh_values(
     scores: AttentionScores, value: Tensor, saved: list[Tensor] | None = None
 ) -> Tensor:
-    """``value [B, G, S, Dv]`` weighted by the softmax of ``scores``: ``[B, G, M, T, Dv]``. No
-    gradients.
+    """Return attention output ``[B, G, M, T, Dv]``: ``value [B, G, S, Dv]`` weighted by the softmax
+    of ``scores``. Does not record gradients.
 
     The weights of all blocks are appended to ``saved``.
     """
@@ -218,12 +224,18 @@ def weigh_values(
 
 
 def _write_block_rows(result: Tensor, block: Block, rows: Tensor) -> None:
-    """Write the block's ``rows [b * g, M * rows, D]`` of ``result [B, G, M, T, D]``."""
+    """Copy a block's results, ``rows [b * g, M * rows, D]``, into their part of ``result [B, G, M,
+    T, D]``.
+    """
     part = result[block.batch, block.groups, :, block.queries]
     part.copy_(rows.view(part.shape))
 
 
 class _BlockedAttention(torch.autograd.Function):
+    """The autograd function of `blocked_attention`; its backward pass saves few weights and
+    recomputes many.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -233,6 +245,9 @@ class _BlockedAttention(torch.autograd.Function):
         key: Tensor,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Return attention output ``[B, G, M, T, Dv]``; save the weights for the backward pass if
+        there are few.
+        """
         few = query[..., 0].numel() * key.shape[2] <= _SAVED_WEIGHTS
         saved: list[Tensor] = []
         result = weigh_values(scores, value, saved if few else None)
@@ -243,7 +258,9 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients, summed in at least float32: keys and values collect them from many blocks."""
+        """Return the gradients of values, queries, keys and sinks, each accumulated over all blocks
+        in float32 or wider.
+        """
         value, query, key, sinks, bias, *saved = ctx.saved_tensors
         scores = replace(ctx.scores, queries=(query,), keys=(key,), bias=bias, sinks=sinks)
         wide = torch.promote_types(grad.dtype, torch.float32)
@@ -286,13 +303,13 @@ class _BlockedAttention(torch.autograd.Function):
 
 # The matrix products of a block. For bfloat16 on a CPU, oneDNN compiles a program for every new
 # shape (a millisecond and a megabyte each), and the number of keys changes at every decoding step:
-# a multiple of ``_choose_key_step`` keys is multiplied in bfloat16 and the remainder in float32. Shapes:
-# ``n`` matrices with ``r`` rows, ``w`` keys and ``d`` dims.
+# a multiple of ``_choose_key_step`` keys is multiplied in bfloat16 and the remainder in float32.
+# Shapes: ``n`` matrices with ``r`` rows, ``w`` keys and ``d`` dims.
 
 
 def _choose_key_step(keys: Tensor) -> int:
-    """Step for splitting ``keys [..., w, d]``: 1 where a new shape costs nothing, otherwise a power
-    of two.
+    """Return the multiple into which the keys ``[..., w, d]`` are split for a matrix product. It is
+    1 where a new shape costs nothing, otherwise a power of two.
     """
     if keys.dtype != torch.bfloat16 or not keys.is_cpu:
         return 1
@@ -301,7 +318,9 @@ def _choose_key_step(keys: Tensor) -> int:
 
 
 def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
-    """``rows keys^T``: ``[n, r, d]``, ``[n, w, d]`` -> ``[n, r, w]``."""
+    """Return ``rows keys^T``, ``[n, r, w]``, for queries ``rows [n, r, d]`` and ``keys
+    [n, w, d]``.
+    """
     remainder = keys.shape[1] % _choose_key_step(keys)
     if not remainder:
         return torch.bmm(rows, keys.mT)
@@ -311,7 +330,9 @@ def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def multiply_values(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``."""
+    """Return ``weights values``, ``[n, r, d]``, for ``weights [n, r, w]`` and ``values
+    [n, w, d]``.
+    """
     remainder = values.shape[1] % _choose_key_step(values)
     if not remainder:
         return torch.bmm(weights, values)

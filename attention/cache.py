@@ -19,8 +19,8 @@ _GROWTH = 1.5
 
 
 class SlotCache:
-    """Buffers ``[B, ..., C, width]`` filled slot by slot, which grow when all slots are in use;
-    ``KVCache`` and ``LatentCache`` define what a slot stores.
+    """Base class of key/value caches: buffers ``[B, ..., C, width]`` with one slot per token, which
+    grow when all slots are in use.
     """
 
     def __init__(
@@ -34,16 +34,17 @@ class SlotCache:
 
     @property
     def capacity(self) -> int:
+        """The number of tokens per sequence that fit before the buffers grow."""
         return self.buffers[0].shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use, ``length`` per sequence."""
+        """The size in bytes of the slots in use, over all sequences of the batch."""
         return sum(buffer[..., : self.length, :].nbytes for buffer in self.buffers)
 
     def _append_tokens(self, **tokens: Tensor) -> tuple[Tensor, ...]:
-        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ...,
-        length, width]`` each.
+        """Write new tokens, each tensor ``[B, ..., T, width]``, behind the cached ones. Returns all
+        tokens so far, ``[B, ..., length, width]`` each.
         """
         count = next(iter(tokens.values())).shape[-2]
         for (name, token), buffer in zip(tokens.items(), self.buffers, strict=True):
@@ -68,8 +69,8 @@ class SlotCache:
 
 
 class KVCache(SlotCache):
-    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer; ``G = H`` for MHA, ``G = 1``
-    for MQA.
+    """A cache of one layer's keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]``; ``G = H`` for MHA,
+    ``G = 1`` for MQA.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class KVCache(SlotCache):
         value_dim: int | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are ``dtype`` (float32 by default) and ``device``."""
+        """Create an empty cache; ``options`` are ``dtype`` (float32 by default) and ``device``."""
         widths = (head_dim, head_dim if value_dim is None else value_dim)
         super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so
-        far.
+        """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all cached keys and
+        values so far.
 
         The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``.
         """
@@ -96,16 +97,18 @@ class KVCache(SlotCache):
 
 
 class LatentCache(SlotCache):
-    """The latents and rotary keys of one layer, concatenated: ``[B, C, R + P]``."""
+    """A cache of one layer's latents and rotary keys, concatenated in one buffer ``[B,
+    C, R + P]``.
+    """
 
     def __init__(
         self, batch: int, kv_rank: int, rope_dim: int, capacity: int = 0, **options: Any
     ) -> None:
-        """``options`` are ``dtype`` (float32 by default) and ``device``."""
+        """Create an empty cache; ``options`` are ``dtype`` (float32 by default) and ``device``."""
         super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)
 
     def append(self, latent: Tensor) -> Tensor:
-        """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B,
-        length, R + P]``.
+        """Append ``latent [B, T, R + P]``, whose rotary keys are already rotated; return all cached
+        tokens so far, ``[B, length, R + P]``.
         """
         return self._append_tokens(latent=latent)[0]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int]) -> None:
-    """Check the shape of ``tensor``: ``dims`` names its dims (``"B G S D"``), ``sizes`` gives some
-    of their sizes.
+    """Raise ValueError unless ``tensor`` has the dims named in ``dims`` (such as ``"B G S D"``) and
+    those in ``sizes`` have the given sizes.
     """
     names = dims.split()
     shape = list(tensor.shape)
@@ -19,17 +19,20 @@ def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int])
         if sizes.get(dim, size) != size
     }
     if len(shape) != len(names) or wrong:
-        rule = "".join(f", {dim} = {size}" for dim, size in wrong.items())
-        raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(names)}]{rule}")
+        expected_sizes = "".join(f", {dim} = {size}" for dim, size in wrong.items())
+        raise ValueError(
+            f"{name} has shape {shape}; it must be [{', '.join(names)}]{expected_sizes}"
+        )
 
 
 def expect_divides(name: str, divisor: int, total_name: str, total: int) -> None:
-    """Check that ``divisor`` is positive and divides ``total``."""
+    """Raise ValueError unless ``divisor`` is positive and divides ``total``."""
     if divisor < 1 or total % divisor:
         raise ValueError(f"{name} = {divisor} must divide {total_name} = {total}")
 
 
 def expect_at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError if ``value`` is below ``minimum``."""
     if value < minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
@@ -42,8 +45,8 @@ def expect_dtype_and_device(
     *,
     dtype: bool = True,
 ) -> None:
-    """Check that both tensors are on the same device and, if ``dtype`` is true, have the same
-    dtype.
+    """Raise ValueError unless ``tensor`` is on the device of ``other`` and, if ``dtype`` is true,
+    has its dtype.
     """
     if dtype and tensor.dtype != other.dtype:
         raise ValueError(

@@ -38,7 +38,9 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 class _AbsorbedAttentionMixin:
-    """Mixin for a stock attention class: its decoding steps attend to the latents."""
+    """Mixin for a stock MLA class whose decoding steps attend to the cached latents instead of
+    expanding them to keys and values.
+    """
 
     modeling: ModuleType  # where the stock class and its rotary embedding are defined
 
@@ -50,8 +52,8 @@ class _AbsorbedAttentionMixin:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Same contract as the stock modules: output ``[B, T, E]`` and, with eager attention, which
-        is the stock form, the attention weights ``[B, H, T, S]``.
+        """Return the attention output ``[B, T, E]``, and the weights ``[B, H, T, S]`` with eager
+        attention, as the stock module does.
         """
         stock: Any = super()
         if not _should_absorb(self, hidden_states, attention_mask, past_key_values):
@@ -70,8 +72,8 @@ class _AbsorbedAttentionMixin:
 
 
 def _should_absorb(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
-    """True if attending to the latents is cheaper and possible: no gradient, and the mask and
-    weight are readable.
+    """True if attending to the latents is cheaper than the stock code and possible: no gradient is
+    needed, and the mask and the up-projection can be read.
     """
     # eager attention returns maps, which absorbed attention does not compute
     eager = layer.config._attn_implementation == "eager"
@@ -104,7 +106,9 @@ def _attend_absorbed(
     cache: Any,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attend to the cached latents and rotary keys directly."""
+    """Return the attention output ``[B, T, E]`` of one call that attends to the cached latents and
+    rotary keys directly.
+    """
     if layer.q_lora_rank is None:
         query = layer.q_proj(hidden)
     else:
@@ -153,18 +157,26 @@ def _attend_absorbed(
 
 
 class AbsorbedDeepseekV2Attention(_AbsorbedAttentionMixin, deepseek_v2.DeepseekV2Attention):  # type: ignore[misc]
+    """DeepSeek-V2's attention, whose decoding steps attend to the cached latents."""
+
     modeling = deepseek_v2
 
 
 class AbsorbedDeepseekV3Attention(_AbsorbedAttentionMixin, deepseek_v3.DeepseekV3Attention):  # type: ignore[misc]
+    """DeepSeek-V3's attention, whose decoding steps attend to the cached latents."""
+
     modeling = deepseek_v3
 
 
 class AbsorbedMistral4Attention(_AbsorbedAttentionMixin, mistral4.Mistral4Attention):  # type: ignore[misc]
+    """Mistral4's attention, whose decoding steps attend to the cached latents."""
+
     modeling = mistral4
 
 
 class AbsorbedYoutuAttention(_AbsorbedAttentionMixin, youtu.YoutuAttention):  # type: ignore[misc]
+    """Youtu's attention, whose decoding steps attend to the cached latents."""
+
     modeling = youtu
 
 
@@ -178,8 +190,8 @@ _STOCK = {absorbed: stock for stock, absorbed in ABSORBED.items()}
 
 
 def absorb(model: AnyModel) -> AnyModel:
-    """Replace the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in place; returns
-    ``model``.
+    """Make every DeepSeek-V2/V3, Youtu and Mistral4 layer of ``model`` decode from its cached
+    latents, in place; returns ``model``.
 
     Calling it again changes nothing. Raises ValueError if ``model`` has no such attention.
     """
@@ -201,8 +213,8 @@ def unabsorb(model: AnyModel) -> AnyModel:
 def _swap_attention_classes(
     model: AnyModel, classes: dict[type[nn.Module], type[nn.Module]]
 ) -> AnyModel:
-    """Change the class of modules, and rebind the forward that accelerate's hooks (``device_map``)
-    have stored.
+    """Replace the class of each attention module by its entry in ``classes``, in place; returns
+    ``model``. Also rebinds the forward methods that accelerate's hooks (``device_map``) stored.
     """
     for module in model.modules():
         new = classes.get(type(module))

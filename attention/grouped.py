@@ -35,7 +35,8 @@ def grouped_attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """``softmax(scale * query key^T) value`` over the keys that each query sees: ``[B, H, T, Dv]``.
+    """Return ``softmax(scale * query key^T) value`` over the keys that each query sees: ``[B, H, T,
+    Dv]``.
 
     With ``causal``, query ``t`` sees the keys up to its own position ``offset + t``, counted in key
     slots; ``offset`` is ``S - T`` by default. ``window`` limits this to the last ``window`` keys.
@@ -71,7 +72,9 @@ def apply_grouped_attention(
     rule: Visibility,
     scale: float,
 ) -> Tensor:
-    """``grouped_attention`` for checked arguments, with the mask arguments combined in ``rule``."""
+    """Return attention output ``[B, H, T, Dv]`` for arguments that are already checked; ``rule``
+    says which keys each query sees.
+    """
     batch, heads, queries, _ = query.shape
     if not rule.padded:
         # keys that no query sees are cut off first: a windowed decoding step then sees all that is

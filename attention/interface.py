@@ -35,8 +35,8 @@ def blockwise_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, with gradients; returns the result ``[B, T, H, Dv]`` and
-    None.
+    """Attention function for transformers, with gradients, that avoids whole score matrices.
+    Returns the output ``[B, T, H, Dv]`` and None.
 
     ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``; ``attention_mask [1|B,
     1|H, T, S]`` is boolean (True means visible) or is added to the scores; ``s_aux [H]`` contains
@@ -85,8 +85,8 @@ def _make_mask(
     allow_is_causal_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
-    """The mask for ``scaled_dot_product_attention``; None only if causality alone suffices and
-    there is no softcap.
+    """Return the mask for ``scaled_dot_product_attention``, or None if the attention is causal
+    without a softcap, which needs no mask.
     """
     # the softcap needs blocks anyway, and only the mask tells them what is causal
     skip = allow_is_causal_skip and getattr(config, "attn_logit_softcapping", None) is None

@@ -37,8 +37,8 @@ _MERGED = 128
 
 
 def choose_tile(heads: int, rank: int, rope: int, size: int, shared: float) -> tuple[int, int, int]:
-    """How many heads and slots a program handles at once, and its warps, for ``heads`` query heads
-    and a cache of ``rank + rope`` channels of ``size`` bytes.
+    """Return how many heads and cache slots a GPU program handles at once, and its number of warps,
+    for ``heads`` query heads and slots of ``rank + rope`` channels of ``size`` bytes.
 
     ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a
     rank of 512 the sizes were chosen by timing on an H200; others were not measured.
@@ -62,7 +62,7 @@ def choose_tile(heads: int, rank: int, rope: int, size: int, shared: float) -> t
 
 @cache
 def _read_max_shared_memory(card: int) -> int:
-    """The most shared memory of a program on this card."""
+    """Return the maximum shared memory of a GPU program in bytes, for GPU number ``card``."""
     return int(triton.runtime.driver.active.utils.get_device_properties(card)["max_shared_mem"])
 
 
@@ -93,8 +93,8 @@ def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations a
     HAS_MASK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Attend from heads ``[HEADS]`` of a sequence to ``part`` slots; store weighted latents and
-    log2-sum-exp2.
+    """Triton kernel: attend from some heads of a sequence to one part of its cache slots. Stores
+    the part's weighted mean of the latents and log2-sum-exp2 of its scores.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -179,7 +179,9 @@ def _merge_parts_kernel(  # type: ignore[no-untyped-def]  # its annotations are 
     SPLITS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Average the parts of one head of one sequence, weighted by their sums, for some channels."""
+    """Triton kernel: merge the results for the parts of one sequence's cache, weighted by their
+    log2-sum-exp2, for one head and some channels.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SPLITS)
     r = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -208,8 +210,8 @@ def run_latent_kernel(
     mask: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots:
-    ``[B, H, 1, R]``.
+    """Return ``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible
+    cache slots, ``[B, H, 1, R]``, by Triton kernels.
 
     Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros.
     ``splits`` is the number of parts per sequence, by default enough to keep the device busy.

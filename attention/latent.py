@@ -46,7 +46,7 @@ def latent_attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T,
+    """Return multi-head latent attention over the cache slots that each query sees: ``[B, H, T,
     Dv]``.
 
     ``absorbed`` selects one of the two forms above. Queries and the rotary keys in ``latent`` must
@@ -110,8 +110,8 @@ def attend_to_latents(
     scale: float,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T,
-    R]``, no gradients.
+    """Return ``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``, ``[B, H,
+    T, R]``, without gradients.
 
     ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``; ``latent [B, S, R]``
     and ``key_rope [B, S, P]`` are separate, as in transformers' cache. ``mask [1|B, 1|H, T, S]`` is
@@ -135,8 +135,8 @@ def attend_to_latents(
 
 
 def kernel_supports(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
-    """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``,
-    ``P <= 64``.
+    """True if the Triton kernel supports this call: CUDA, half precision, one query per sequence,
+    ``R <= 512``, ``P <= 64``.
 
     The card needs compute capability 8.0, as Triton does. A mask must be boolean and the same for
     all heads. Shapes as in ``attend_to_latents``.
@@ -160,17 +160,23 @@ def _latent_decode_operator(
     scale: float,
     mask: Tensor | None,
 ) -> Tensor:
+    """The torch operator of `attend_to_latents`, which torch.compile calls without
+    tracing into it.
+    """
     return attend_to_latents(query, query_rope, latent, key_rope, scale, mask)
 
 
 @_latent_decode_operator.register_fake
 def _make_fake_result(query: Tensor, *rest: object) -> Tensor:
+    """Return an empty result of the right shape, from which torch.compile infers the operator's
+    output.
+    """
     return query.new_empty(query.shape)
 
 
 def is_absorption_cheaper(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
-    """True if absorbed attention needs fewer multiplications than explicit attention for ``T =
-    queries``.
+    """True if absorbed attention takes fewer multiplications than explicit attention for
+    ``queries`` new tokens.
 
     Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
     """
@@ -180,10 +186,14 @@ def is_absorption_cheaper(queries: int, nope_dim: int, value_dim: int, rank: int
 
 
 def absorb_query(query: Tensor, up_key: Tensor) -> Tensor:
-    """``W_uk,h^T q``: ``query [B, H, T, Dn]``, ``up_key [H, Dn, R]`` -> ``[B, H, T, R]``."""
+    """Return queries for the latent, ``W_uk,h^T q``: ``[B, H, T, R]``, from ``query [B, H, T, Dn]``
+    and ``up_key [H, Dn, R]``.
+    """
     return torch.einsum("bhtd,hdr->bhtr", query, up_key)
 
 
 def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
-    """``W_uv,h z_h``: ``z [B, H, T, R]``, ``up_value [H, Dv, R]`` -> ``[B, H, T, Dv]``."""
+    """Return the heads' outputs ``W_uv,h z_h``: ``[B, H, T, Dv]``, from weighted latents ``z [B, H,
+    T, R]`` and ``up_value [H, Dv, R]``.
+    """
     return torch.einsum("bhtr,hdr->bhtd", z, up_value)

@@ -20,7 +20,9 @@ from kvfold.attention.checks import expect_at_least, expect_dtype_and_device, ex
 
 @dataclass(frozen=True)
 class Visibility:
-    """The rule above; ``starts`` and ``lengths`` are ``[B]`` or None."""
+    """Which keys each query sees, as a rule instead of a matrix: causal or not, query offset,
+    window, and left padding ``starts [B]`` or None.
+    """
 
     causal: bool = True
     offset: int = 0
@@ -39,14 +41,14 @@ class Visibility:
         return self.causal or self.padded
 
     def sees_all(self, queries: int, keys: int) -> bool:
-        """True if every query sees every key."""
+        """True if each of ``queries`` queries sees each of ``keys`` keys."""
         near = not self.causal or self.offset >= keys - 1
         far = self.window is None or self.offset + queries <= self.window
         return not self.padded and near and far
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
-        """Bounds ``low, high`` of the keys ``low .. high - 1`` that queries ``first .. last - 1``
-        may see.
+        """Return the bounds ``low, high`` of the keys ``low .. high - 1`` that queries ``first ..
+        last - 1`` may see.
         """
         # hidden keys inside the range are masked; those outside are never read
         low = 0
@@ -58,7 +60,9 @@ class Visibility:
         return low, max(low, high)
 
     def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """``see`` for a range of queries and one of keys: bool, ``[B or 1, rows, width]``."""
+        """Return a boolean mask ``[B or 1, rows, width]`` (True means visible) for a range of
+        queries and a range of keys.
+        """
         slots = torch.arange(keys.start, keys.stop, device=device)
         positions = torch.arange(queries.start, queries.stop, device=device)[:, None] + self.offset
         behind = positions - slots
@@ -82,7 +86,8 @@ def check_mask_arguments(
     starts: Tensor | None,
     lengths: Tensor | None,
 ) -> Visibility:
-    """Check a caller's mask arguments for ``query [B, H, T, D]`` and return their rule.
+    """Check the mask arguments of an attention call for ``query [B, H, T, D]``, and return the
+    `Visibility` that they describe.
 
     ``offset=None`` aligns the last query with the last of the ``keys`` keys, as in decoding with a
     cache. Raises ValueError for arguments that do not fit the queries and keys.

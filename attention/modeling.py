@@ -19,8 +19,8 @@ from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
 
 
 class RotaryEmbedding(nn.Module):
-    """``apply_rotary`` with fixed ``frequencies [Dr / 2]``, which stay float64 even if the module
-    is cast.
+    """Rotary embedding with fixed ``frequencies [Dr / 2]`` in radians per position, which stay
+    float64 even if the module is cast.
     """
 
     bits: Tensor
@@ -41,7 +41,8 @@ class RotaryEmbedding(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``).
+    """Attention module for MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``), built from
+    given projections.
 
     ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv
     -> E``. ``frequencies [Dr / 2]`` define the rotary embedding (None means none). ``rules`` are
@@ -76,7 +77,9 @@ class GroupedAttention(nn.Module):
         self.rules = rules
 
     def new_cache(self, batch: int, capacity: int = 0, **options: Any) -> KVCache:
-        """Create an empty cache for this layer; arguments as in ``KVCache``."""
+        """Create an empty cache for this layer, for ``batch`` sequences; ``options`` are ``dtype``
+        and ``device``.
+        """
         sizes = (batch, self.kv_heads, self.head_dim, capacity)
         return KVCache(*sizes, value_dim=self.value_dim, **options)
 
@@ -88,7 +91,7 @@ class GroupedAttention(nn.Module):
         cache: KVCache | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
+        """Return the attention output ``[B, T, E]`` for hidden states ``x [B, T, E]``.
 
         With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are
         used for the rotary embedding; they default to the slot numbers. ``starts [B]`` are
@@ -157,7 +160,9 @@ class LatentAttention(nn.Module):
         self.rules = rules
 
     def new_cache(self, batch: int, capacity: int = 0, **options: Any) -> LatentCache:
-        """Create an empty cache for this layer; arguments as in ``LatentCache``."""
+        """Create an empty cache for this layer, for ``batch`` sequences; ``options`` are ``dtype``
+        and ``device``.
+        """
         return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)
 
     def forward(
@@ -169,7 +174,8 @@ class LatentAttention(nn.Module):
         starts: Tensor | None = None,
         absorbed: bool | None = None,
     ) -> Tensor:
-        """Attend from ``x [B, T, E]``; returns ``[B, T, E]``. Arguments as in ``GroupedAttention``.
+        """Return the attention output ``[B, T, E]`` for hidden states ``x [B, T, E]``.
+        ``positions``, ``cache`` and ``starts`` are those of `GroupedAttention`.
 
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
         cache, ``is_absorption_cheaper`` decides.
@@ -206,13 +212,13 @@ class LatentAttention(nn.Module):
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
-    """``[B, T, H D]`` to ``[B, H, T, D]``."""
+    """Reshape a projection's output ``[B, T, H D]`` to ``[B, H, T, D]``."""
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def _number_slots(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
-    """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default
-    positions of its tokens.
+    """Return the cache slot of the first token of ``x [B, T, E]`` (None without a cache), and the
+    default positions of all its tokens, ``[T]``.
     """
     expect_shape("x", x, "B T E", {})
     steps = torch.arange(x.shape[1], device=x.device)

@@ -21,7 +21,8 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Query, key or value of one head: ``q_t = W x_t + b`` (Vaswani 2017, 3.2.2).
+    """Return the queries, keys or values of one head, ``[T, D]``: ``q_t = W x_t + b`` (Vaswani
+    2017, 3.2.2).
 
     ``x [T, E]``, ``weight [D, E]``, ``bias [D]`` -> ``[T, D]``.
     """
@@ -56,8 +57,8 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
 def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate | None = None
 ) -> Tensor:
-    """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate:
-    ``[H, T, D]``.
+    """Return the rotated projections of all heads, ``[H, T, D]``, for ``weight [H, D, E]`` and
+    ``bias [H, D]``.
     """
     biases = [None] * len(weight) if bias is None else bias
     heads = [project(x, w, b) for w, b in zip(weight, biases, strict=True)]
@@ -67,8 +68,8 @@ def project_heads(
 
 
 def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``y_t = sum_h W_o,h z_h,t + b``: ``heads [H, T, Dv]``, ``weight [E, H, Dv]``, ``bias [E]`` ->
-    ``[T, E]``.
+    """Return ``y_t = sum_h W_o,h z_h,t + b``, ``[T, E]``, from ``heads [H, T, Dv]``, ``weight [E,
+    H, Dv]`` and ``bias [E]``.
 
     Same as Vaswani's ``Concat(z_1 .. z_H) W_o``, with the product written as a sum over heads.
     """
@@ -84,7 +85,7 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class MaskSettings:
-    """Mask settings for one sequence."""
+    """Which keys the queries of one sequence see: causality, offset, window and padding."""
 
     causal: bool = True
     offset: int = 0  # tokens before query 0
@@ -122,8 +123,8 @@ def attend_one_head(
     masks: MaskSettings,
     scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani
-    2017, 3.2.1).
+    """Return scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v``
+    (Vaswani 2017, 3.2.1).
 
         s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij
         v_j
@@ -187,8 +188,8 @@ def grouped_query_attention(
     rotary: Rotate | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
-    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``: ``[T, E]``. Head ``h`` belongs
-    to group ``g``.
+    """Return grouped-query attention ``[T, E]``: ``y = sum_h W_o,h attention(W_q,h x, W_k,g x,
+    W_v,g x) + b``, with head ``h`` in group ``g``.
 
     ``G`` key heads serve ``H`` query heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani
     2017, 3.2.2), ``G = 1`` multi-query attention (Shazeer 2019, sec. 3). Encoders use no mask
@@ -203,8 +204,8 @@ def grouped_query_attention(
 
 
 def attend_grouped_heads(query: Tensor, key: Tensor, value: Tensor, masks: MaskSettings) -> Tensor:
-    """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` ->
-    ``[H, T, Dv]``.
+    """Return the attention outputs of all heads, ``[H, T, Dv]``, for ``query [H, T, D]``, ``key [G,
+    S, D]`` and ``value [G, S, Dv]``.
 
     Query head ``h`` uses key head ``h // (H / G)``.
     """
@@ -223,8 +224,8 @@ def attend_latent_heads(
     masks: MaskSettings,
     absorbed: bool = False,
 ) -> Tensor:
-    """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)``
-    (eq. 10-11, 16-18).
+    """Return the outputs of all heads of latent attention, ``[H, T, Dv]``: ``attention([q_nope,h;
+    q_rope,h], [W_uk,h c; k_rope], W_uv,h c)`` (eq. 10-11, 16-18).
 
     ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``.
     ``absorbed`` never computes the keys or values of a head (sec. 2.1.2).
@@ -255,7 +256,8 @@ def attend_latent_heads(
 def latent_attention(
     x: Tensor, w: LatentProjections, rotary: Rotate, absorbed: bool = False
 ) -> Tensor:
-    """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``.
+    """Return multi-head latent attention (DeepSeek-V2 2024, sec. 2.1), ``[T, E]``, for ``x [T,
+    E]``.
 
     c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14) c = W_dkv
     x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15); only these two are

@@ -18,8 +18,8 @@ RotaryLayout = Literal["half", "interleaved"]
 
 
 def rotary_frequencies(dims: int, base: float = 10000.0) -> Tensor:
-    """``theta_l = base^(-2 l / dims)`` in radians per position, ``l = 0 .. dims / 2 - 1``: float64
-    ``[dims / 2]``.
+    """Return ``theta_l = base^(-2 l / dims)`` in radians per position, ``l = 0 .. dims / 2 - 1``:
+    ``[dims / 2]``, float64.
     """
     if dims % 2:
         raise ValueError(f"dims is {dims}; it must be even, because rotary dims come in pairs")
@@ -29,8 +29,8 @@ def rotary_frequencies(dims: int, base: float = 10000.0) -> Tensor:
 def rotary_tables(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``positions [T]`` or ``[B, T]`` times ``frequencies [Dr / 2]``: ``[1|B,
-    T, Dr / 2]`` each.
+    """Return the cosines and sines of ``positions [T]`` or ``[B, T]`` times ``frequencies [Dr /
+    2]``, each ``[1|B, T, Dr / 2]``.
 
     Positions may be any integers or real numbers, including shifted, repeated or interpolated
     positions.
@@ -44,8 +44,8 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout = "half") -> Tensor:
-    """Rotate the first ``Dr`` dims of ``x [B, H, T, D]`` with tables from ``rotary_tables``; keeps
-    shape and dtype.
+    """Return ``x [B, H, T, D]`` with its first ``Dr`` dims rotated by the cosines and sines from
+    ``rotary_tables``.
     """
     cos, sin = tables
     rotary = 2 * cos.shape[-1]

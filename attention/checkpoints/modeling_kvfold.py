@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class FixedRotaryEmbedding(nn.Module):
-    """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]``
-    (radians per position).
+    """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]`` in
+    radians per position.
 
     Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies the rotated dims (YaRN's
     attention factor).
@@ -40,7 +40,9 @@ class FixedRotaryEmbedding(nn.Module):
         self._table: Tensor | None = None  # no buffer: it must stay float32 when the model is cast
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``x [B, heads, T, D]`` by ``positions [B or 1, T]``."""
+        """Return queries or keys ``x [B, heads, T, D]`` rotated for their ``positions [B or 1,
+        T]``.
+        """
         # vLLM traces the model first, which leaves a proxy here
         if not isinstance(self._table, Tensor) or self._table.device != x.device:
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
@@ -55,8 +57,8 @@ class FixedRotaryEmbedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Base class of grouped and latent attention; subclasses define ``attend``, which returns the
-    heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed.
+    """Base class of the grouped and latent attention modules. A subclass's ``attend`` returns the
+    heads' outputs ``[B, T, H, D]``, and the attention weights if it computes them.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -93,8 +95,8 @@ class SelfAttention(nn.Module):
         layer_past: Any = None,  # the name of the cache in some families
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [B, T, E]`` to ``[B, T, E]``, plus the attention weights if they were
-        computed.
+        """Return the attention output ``[B, T, E]`` for ``hidden_states [B, T, E]``, and the
+        attention weights or None.
 
         In families that add the residual stream here (Bloom), ``residual`` is added to the result.
         """
@@ -110,11 +112,14 @@ class SelfAttention(nn.Module):
         return result if residual is None else residual + result, weights
 
     def rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Apply the rotary embedding, if the layer has one, to ``x [B, heads, T, D]``."""
         return x if self.rotation is None or positions is None else self.rotation(x, positions)
 
 
 class GroupedSelfAttention(SelfAttention):
-    """GQA, or MQA with one key/value head: ``H`` query heads share ``G`` key/value heads."""
+    """Grouped-query attention: ``H`` query heads share ``G`` key/value heads; multi-query attention
+    if ``G = 1``.
+    """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -138,13 +143,18 @@ class GroupedSelfAttention(SelfAttention):
         *mask: Any,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the heads' outputs ``[B, T, H, D]`` and the attention weights, if computed; adds
+        the new tokens to the cache.
+        """
         query, key, value = self.project(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         return apply_attention(self, query, key, value, *mask, **options)
 
     def project(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``, of new tokens."""
+        """Return the new tokens' rotated queries ``[B, H, T, D]`` and keys ``[B, G, T, D]``, and
+        their values ``[B, G, T, D]``.
+        """
         projected = []
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             x = projection(hidden_states)
@@ -156,8 +166,8 @@ class GroupedSelfAttention(SelfAttention):
 
 
 class QueryNorm(nn.Module):
-    """The source's query norm, over the ``D`` dims of each head or (``flat``) over all heads
-    together.
+    """The source model's norm on queries: over the ``D`` dims of each head, or, if it is ``flat``,
+    over all heads together.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -166,15 +176,15 @@ class QueryNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(values["heads"], values["head_dim"]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x [B, T, H, D]``."""
+        """Return the normalized queries for ``x [B, T, H, D]``, in the dtype of ``x``."""
         centered, inverse = compute_norm_parts(x, self.norm)
         normed: Tensor = centered * inverse * (self.weight.float() + self.norm["offset"])
         return normed.to(x.dtype)
 
 
 class LatentSelfAttention(SelfAttention):
-    """MLA: all heads' keys and values come from one latent, and all heads share one rotary key
-    (DeepSeek-V2, 2024).
+    """Multi-head latent attention (DeepSeek-V2, 2024): one latent per token yields the keys and
+    values of all heads, which also share one rotary key.
 
     The cache stores the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]``
     as its values.
@@ -225,6 +235,9 @@ class LatentSelfAttention(SelfAttention):
         self, hidden_states: Tensor, positions: Tensor | None, cache: Any, mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         # queries for the latents [B, H, T, N], and those for the rotary keys [B, H, T, P]
+        """Return the heads' outputs ``[B, T, H, D]`` and the attention weights, if computed; adds
+        the new latents to the cache.
+        """
         query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
         if self.norm is None:
             query, rope_query = query.transpose(1, 2).tensor_split([self.head_dim], -1)
@@ -272,8 +285,8 @@ class LatentSelfAttention(SelfAttention):
         mask: Tensor | None,
         key_scales: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """One decoding step (``T = 1``) that attends to the latents without computing keys or
-        values.
+        """Return outputs and weights of one decoding step (``T = 1``) that attends to the cached
+        latents without computing keys or values.
 
         The up-projections are applied to query and result instead. The heads become ``H`` queries
         ``[B, 1, H, R + P]`` of one key/value head, whose values are the latents.
@@ -305,7 +318,8 @@ VARIANTS = {
 
 
 def compute_norm_parts(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The numerator and the inverse divisor of a norm of ``x [B, T, heads, D]``, both in float32.
+    """Return the numerator and the inverse divisor of a norm of ``x [B, T, heads, D]``, both in
+    float32.
 
     The numerator is ``x``, minus its mean if the norm's ``kind`` is "layer". The inverse divisor is
     ``[B, T, heads, 1]``, or ``[B, T, 1, 1]`` for a ``flat`` norm, which is over all heads together.
@@ -318,8 +332,8 @@ def compute_norm_parts(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]
 
 
 def add_alibi(mask: Tensor | None, hidden: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi
-    biases.
+    """Return the attention mask ``[B, 1, T, S]``, plus ALiBi biases if the model passes them: ``[B,
+    H, T, S]``.
 
     Bloom passes biases ``[B * H, 1, S]``. MPT passes biases ``[H, 1, positions]``, and its mask is
     True where a key is hidden. Falcon has already added its biases to the mask.
@@ -346,8 +360,8 @@ def apply_attention(
     mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B,
-    T, H, D]``.
+    """Return the output ``[B, T, H, D]`` of the attention function named in the config (sdpa,
+    flash_attention_2, eager, ...), and the attention weights or None.
     """
     function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, eager_attention_forward
@@ -378,8 +392,8 @@ def eager_attention_forward(
     key_scales: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch; ``key_scales`` multiply the scores. Also returns the weights ``[B,
-    H, T, S]``.
+    """Return the output ``[B, T, H, D]`` and the weights ``[B, H, T, S]`` of attention in plain
+    torch. ``key_scales [B, H, S]`` multiply the scores.
     """
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).mT
@@ -399,8 +413,8 @@ def eager_attention_forward(
 
 
 class AttentionReplacementMixin:
-    """Mixin for a stock model class that builds the stock model, then replaces its attention
-    modules.
+    """Mixin for a stock model class: builds the stock model, then replaces its attention modules by
+    those that the config describes.
     """
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
@@ -418,8 +432,8 @@ class AttentionReplacementMixin:
 
 
 def __getattr__(name: str) -> type:
-    """``KvfoldX``: the stock config X under its own model type, or the stock model X with its
-    attention replaced.
+    """Create the class ``KvfoldX`` for the transformers class X: a config under its own model type,
+    or a model with replaced attention modules.
     """
     stock = getattr(transformers, name.removeprefix("Kvfold"), None)
     if stock is None or not name.startswith("Kvfold"):

@@ -21,8 +21,8 @@ def register_models() -> None:
 
 
 def register_model(model_type: str) -> None:
-    """Register one ``model_type``, such as ``kvfold_gpt2``; does nothing if it is unknown or
-    already registered.
+    """Register one ``model_type``, such as ``kvfold_gpt2``, with transformers' Auto classes. Does
+    nothing if it is unknown or already registered.
     """
     source = model_type.removeprefix(MODEL_TYPE_PREFIX)
     if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:

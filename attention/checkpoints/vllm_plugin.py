@@ -19,8 +19,8 @@ from kvfold.attention.checkpoints.registered import register_models
 
 
 class VllmGroupedSelfAttention(modeling_kvfold.GroupedSelfAttention):
-    """Grouped attention over the pages of vLLM, which looks for the call of its function in the
-    source of `forward`.
+    """Grouped attention on vLLM's paged cache. vLLM requires that the source of `forward` contains
+    the call of its attention function.
     """
 
     def forward(
@@ -30,8 +30,8 @@ class VllmGroupedSelfAttention(modeling_kvfold.GroupedSelfAttention):
         position_ids: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T,
-        E]``.
+        """Return the attention output ``[1, T, E]`` for ``hidden_states [1, T, E]``, the new tokens
+        of all sequences one after the other, and None.
         """
         query, key, value = self.project(hidden_states, position_ids)
         attention = ALL_ATTENTION_FUNCTIONS["vllm"]
@@ -40,8 +40,8 @@ class VllmGroupedSelfAttention(modeling_kvfold.GroupedSelfAttention):
 
 
 def register() -> None:
-    """Register layout ``kvfold`` of the families whose stock class vLLM can run; may be called
-    again.
+    """Register the ``kvfold`` layout of all families that vLLM can run with transformers and vLLM.
+    Calling it again changes nothing.
     """
     register_models()
     modeling_kvfold.VARIANTS["vllm grouped"] = VllmGroupedSelfAttention
@@ -57,7 +57,9 @@ def register() -> None:
 
 
 def _read_kv_heads(config: Any) -> int:
-    """The key/value heads, under the name by which vLLM asks for the size of the cache."""
+    """Return a config's number of key/value heads, which vLLM reads as ``num_key_value_heads`` to
+    size its cache. Raises ValueError for MLA.
+    """
     facts = config.kvfold
     if facts["variant"] != "grouped":
         raise ValueError(

@@ -29,8 +29,8 @@ _FIRST = 64
 
 @dataclass(frozen=True)
 class LayerDrift:
-    """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual
-    stream after the layer.
+    """How far one layer of the student differs from the teacher's: relative errors ``||y - y'|| /
+    ||y||`` of the attention output and of the residual stream after the layer.
     """
 
     attention_local: float
@@ -41,8 +41,8 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class PositionRangeDrift:
-    """The ``excess`` loss and ``kl`` of tokens ``start`` to ``end``, in nats, with 95 % margins
-    over ``sequences``.
+    """The ``excess`` loss and the ``kl`` of the tokens at positions ``start`` to ``end``, in nats
+    per token, with 95 % margins over ``sequences``.
     """
 
     start: int
@@ -56,7 +56,8 @@ class PositionRangeDrift:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftMeasurement:
-    """A student measured against a teacher.
+    """The figures of a student (converted model) compared with its teacher (source model) on the
+    same tokens.
 
     kl: mean KL(p || p') between next-token distributions, in nats
     agreement: fraction of positions with the same most likely token
@@ -80,9 +81,7 @@ class DriftMeasurement:
 
     @property
     def excess(self) -> float:
-        """Student loss minus teacher loss, in nats per token: the log of the ratio of their
-        perplexities.
-        """
+        """The excess loss: student loss minus teacher loss, in nats per token."""
         return self.student_loss - self.teacher_loss
 
 
@@ -93,8 +92,8 @@ def compare_models(
     batch: int,
     progress: Callable[[], None] = lambda: None,
 ) -> DriftMeasurement:
-    """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; call ``progress()``
-    after each layer.
+    """Compare ``student`` with ``teacher`` layer by layer over ``tokens [N, T]``, ``batch``
+    sequences at a time. Calls ``progress()`` after each layer.
     """
     batches = torch.split(tokens, batch)
     expected = [teacher.embed(rows) for rows in batches]
@@ -115,8 +114,8 @@ def compare_layer(
     actual: MutableSequence[Tensor],
     student: LayerStream,
 ) -> LayerDrift:
-    """Run both residual streams (lists of ``[B, T, E]``, replaced in place) through one layer;
-    return its drift.
+    """Run the residual streams of both models (lists of ``[B, T, E]``, replaced in place) through
+    one layer, and return the drift of this layer.
     """
     errors = []
     for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
@@ -145,8 +144,8 @@ def compare_predictions(
     actual: Sequence[Tensor],
     batches: Sequence[Tensor],
 ) -> DriftMeasurement:
-    """Compare next-token distributions after the last layer, a few positions at a time to avoid
-    storing ``[N, T, V]``.
+    """Compare the models' next-token distributions, from their residual streams after the last
+    layer (lists of ``[B, T, E]``). Logits of a few positions are in memory at a time.
 
     Raises ValueError if the vocabularies differ.
     """
@@ -198,8 +197,8 @@ def compare_predictions(
 
 
 def split_positions(length: int) -> list[tuple[int, int]]:
-    """First and end position of each stretch of the predicted tokens of sequences of ``length``:
-    1-64, 64-128, ...
+    """Return the bounds of the ranges by which drift is reported for sequences of ``length``
+    tokens: (1, 64), (64, 128), ..., each as long as all before it.
     """
     # losses fall with the logarithm of the position, so each stretch is as long as all before it
     ends = [1]
@@ -211,7 +210,8 @@ def split_positions(length: int) -> list[tuple[int, int]]:
 
 
 def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) - p + q`` elementwise; the sum over a whole distribution is the KL.
+    """Return ``p log(p / q) - p + q`` for each token of a vocabulary; the sum over a whole
+    distribution is ``KL(p || q)`` in nats.
 
     Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and
     nothing cancels if p is near q.
@@ -224,8 +224,9 @@ def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods;
-    ``[4, B]``, float64. Logits are ``[B, T, V]``, labels ``[B, T]``.
+    """Return per-sequence sums over positions, ``[4, B]`` in float64: ``KL(logits || other)``,
+    top-1 agreements, and the negative log-likelihoods of ``logits`` and of ``other``. Logits are
+    ``[B, T, V]``, ``labels [B, T]``.
     """
     log_p = _cast_to_float32(logits).log_softmax(-1)
     log_q = _cast_to_float32(other).log_softmax(-1)
@@ -239,8 +240,8 @@ def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tenso
 
 
 def compute_margin(values: Tensor) -> float | None:
-    """Half-width of the 95 % confidence interval for the mean of independent ``values [N]``; None
-    for one value.
+    """Return the half-width of the 95 % confidence interval for the mean of independent ``values
+    [N]``; None for a single value.
 
     Uses Student's t, with its quantile approximated from the normal quantile (Abramowitz and
     Stegun, 1964, 26.7.5): 0.4% too low for N = 8.
@@ -255,14 +256,16 @@ def compute_margin(values: Tensor) -> float | None:
 
 
 def compute_relative_error(difference: float, size: float) -> float:
-    """``sqrt(difference / size)``; 0 if the difference is 0, even if the size is 0 too."""
+    """Return ``sqrt(difference / size)`` for a squared error and a squared norm; 0 if
+    both are 0.
+    """
     if difference == 0:
         return 0.0
     return math.sqrt(difference / size) if size > 0 else math.inf
 
 
 def sum_squares(values: Tensor) -> Tensor:
-    """Sum of squares, float64, left on the device: reading it would wait for it."""
+    """Return the sum of squares of ``values`` as a float64 scalar on their device."""
     total: Tensor = (
         torch.linalg.vector_norm(_cast_to_float32(values), dim=-1).double().square().sum()
     )
@@ -270,11 +273,13 @@ def sum_squares(values: Tensor) -> Tensor:
 
 
 def _sum_squared_error(expected: Tensor, actual: Tensor) -> Tensor:
-    """Squared error and squared norm, on the device of ``expected``: ``[2]``, float64."""
+    """Return the squared error of ``actual`` and the squared norm of ``expected``: ``[2]``,
+    float64, on the device of ``expected``.
+    """
     difference = _cast_to_float32(expected) - _cast_to_float32(actual).to(expected.device)
     return torch.stack([sum_squares(difference), sum_squares(expected)])
 
 
 def _cast_to_float32(values: Tensor) -> Tensor:
-    """``values`` in at least float32."""
+    """Return ``values`` in float32; float64 values are unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a `DriftMeasurement`.
+    """How one figure of a `DriftMeasurement` is named and formatted.
 
     name: attribute of the measurement, and key in JSON; ``<name>_margin`` is half of its 95 %
         confidence interval, if that is measured
@@ -49,8 +49,8 @@ METRICS = (
 
 
 def format_metric(metric: Metric, measured: object, *, interval: bool = True) -> str:
-    """The figure of ``measured`` as text, with its margin if there is one and ``interval`` is set;
-    ``-`` if it is not finite.
+    """Return one figure of ``measured`` as text, with its 95 % margin if it is known and
+    ``interval`` is true; ``-`` if it is not finite.
     """
     value = replace_non_finite(getattr(measured, metric.name))
     margin = replace_non_finite(getattr(measured, f"{metric.name}_margin", None))
@@ -63,8 +63,8 @@ def format_metric(metric: Metric, measured: object, *, interval: bool = True) ->
 
 
 def format_metrics(measured: object) -> str:
-    """The figures of ``measured``, which has some attributes of a `DriftMeasurement`, in a line:
-    ``excess +0.0690 ± 0.0250 nats, KL 0.0785 nats, top-1 78.7 %``.
+    """Return the figures that ``measured`` has in one line: ``excess +0.0690 ± 0.0250 nats, KL
+    0.0785 nats, top-1 78.7 %``.
     """
     return ", ".join(
         f"{metric.label} {format_metric(metric, measured, interval=metric.interval)}{metric.unit}"
@@ -74,12 +74,16 @@ def format_metrics(measured: object) -> str:
 
 
 def format_layer_error(error: float | None) -> str:
-    """A relative error or a divergence of one layer, to three digits; ``-`` if it is not finite."""
+    """Return a layer's relative error or divergence with three digits; ``-`` if it is
+    not finite.
+    """
     return "-" if replace_non_finite(error) is None else f"{error:.3g}"
 
 
 def format_cache_saving(before: float, after: float) -> str:
-    """How much smaller a cache became, such as ``87.5 % less``; ``?`` if none was measured."""
+    """Return by how much a cache of ``before`` bytes shrank to ``after`` bytes, such as ``87.5 %
+    less``; ``?`` if ``before`` is 0.
+    """
     if not before:
         return "?"
     saving = 1 - after / before
@@ -89,8 +93,8 @@ def format_cache_saving(before: float, after: float) -> str:
 def make_metric_rows(
     measured: "DriftMeasurement", floor: "DriftMeasurement | None"
 ) -> list[tuple[str, str, str, str]]:
-    """A row of a table for each figure: title, nothing for the source, the figure, and what
-    rounding alone causes.
+    """Return one table row per figure: title, an empty cell for the source, the student's figure,
+    and the figure that rounding alone causes (``floor``).
     """
     rows = []
     for metric in METRICS:
@@ -103,8 +107,8 @@ def make_metric_rows(
 
 
 def make_position_rows(measured: "DriftMeasurement") -> list[tuple[str, ...]]:
-    """The rows of a table: tokens, and the figures of each stretch of positions. Empty if all
-    positions are one stretch.
+    """Return a table of the drift by position: a header, then a row per range of positions. Empty
+    if there is only one range.
     """
     stretches = measured.stretches
     if len(stretches) < 2:
@@ -120,7 +124,9 @@ def make_position_rows(measured: "DriftMeasurement") -> list[tuple[str, ...]]:
 def metrics_to_dict(
     measured: "DriftMeasurement", floor: "DriftMeasurement | None"
 ) -> dict[str, Any]:
-    """JSON values of all figures: ``{"kl": {"value": ..., "floor": ..., "margin": ...}, ...}``."""
+    """Return all figures as JSON values: ``{"kl": {"value": ..., "floor": ..., "margin": ...},
+    ...}``.
+    """
     values = {}
     for metric in METRICS:
         # Rounding moves an excess either way.
@@ -134,5 +140,5 @@ def metrics_to_dict(
 
 
 def replace_non_finite(value: float | None) -> float | None:
-    """``value``, or None for NaN and infinity, which JSON does not have."""
+    """Return ``value``, or None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None

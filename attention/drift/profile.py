@@ -24,7 +24,8 @@ def sum_attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
+    """Return how much attention each head pays at each distance, ``[H, T]``, and how much each key
+    receives, ``[B, T]``; both float64.
 
     For the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
 
@@ -70,8 +71,8 @@ def sum_attention_weights(
 
 
 def add_sums_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
-    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` is for
-    ``key - query = d``.
+    """Add a block of attention ``weights [maps, rows, width]`` to ``total [maps, 2T]``, whose
+    column ``T + d`` sums the pairs with ``key - query = d``.
 
     ``weights [maps, rows, width]`` are for queries ``first ..`` and keys ``low ..``. Equal
     distances lie on a diagonal. If each row is shifted one column further right than the row below

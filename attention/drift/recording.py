@@ -26,12 +26,14 @@ _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
 class StopForward(Exception):
-    """Raised to leave the forward of a stock module early."""
+    """Raised in a hook to leave the forward pass of a stock module early."""
 
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """LayerArguments passed to a stock decoder layer in addition to the residual stream."""
+    """The arguments that a stock model passes to a decoder layer in addition to the residual
+    stream, such as masks and rotary tables.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -39,7 +41,8 @@ class LayerArguments:
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """The residual stream after one layer, and the inputs and outputs of its attention.
+    """The residual stream after one decoder layer, and the recorded inputs and outputs of the
+    layer's attention.
 
     ``hidden`` is the residual stream after the layer, None if only the attention was run. ``query``
     and ``key`` are the inputs to the scores (after rotary embedding and per-head norms): the
@@ -63,7 +66,9 @@ class LayerOutput:
 
     @property
     def states(self) -> Tensor:
-        """``hidden`` after a run of the whole layer; never None."""
+        """The residual stream ``[B, T, E]`` after the layer; only valid if the whole
+        layer was run.
+        """
         # None only if the attention was run alone
         assert self.hidden is not None
         return self.hidden
@@ -71,7 +76,9 @@ class LayerOutput:
 
 @dataclass
 class _AttentionRecording:
-    """The recording of one run of a layer; ``compute`` is the model's own attention function."""
+    """What is recorded while one decoder layer runs; ``compute`` is the model's own attention
+    function.
+    """
 
     compute: Callable[..., Any] | None
     input: Tensor | None = None
@@ -86,7 +93,7 @@ _current_recording: ContextVar[_AttentionRecording] = ContextVar("kvfold_recordi
 
 @dataclass(frozen=True)
 class OpenLayer:
-    """One layer of a stream, in memory.
+    """One decoder layer that is loaded in memory and can be run alone.
 
     ``arguments`` returns the arguments that the stock model passes to the layer with a residual
     stream ``[B, T, E]``. ``tensors`` replace the module's parameters with the same names. ``guard``
@@ -100,8 +107,8 @@ class OpenLayer:
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, hidden: Tensor, whole: bool = True) -> LayerOutput:
-        """Run the layer on ``hidden [B, T, E]`` as the stock model would; ``whole=False`` stops at
-        the attention output.
+        """Run the layer on the residual stream ``hidden [B, T, E]`` as the stock model would;
+        ``whole=False`` stops after the attention.
 
         Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's
         attention does not use transformers' attention interface, or if its mask contains more than
@@ -116,17 +123,20 @@ class OpenLayer:
             result = functional_call(layer, self.tensors, args, arguments.kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
-                f"{type(layer).__name__} never called its attention module, so nothing was recorded"
+                f"{type(layer).__name__} never called its attention module, so its attention cannot be"
+                " measured; use a decoder layer that attends in every forward pass"
             )
         after = result[0] if isinstance(result, tuple) else result
         return LayerOutput(after, recording.output, recording.input, **recording.call)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
-        """Run the layer only up to its attention output; ``hidden`` of the result is None."""
+        """Run the layer on ``hidden [B, T, E]`` up to its attention output; the residual stream
+        after the layer is then None.
+        """
         return self(hidden, whole=False)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
-        """The output of the layer's submodule ``name`` for ``inputs``."""
+        """Return the output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
         tensors = {
             key.removeprefix(f"{name}."): tensor
@@ -138,22 +148,24 @@ class OpenLayer:
 
 
 def find_attention_name(layer: nn.Module) -> str:
-    """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the
-    usual names.
+    """Return the name of a decoder layer's self-attention module. Raises ValueError if it has none
+    of the usual names.
     """
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
     children = ", ".join(name for name, _ in layer.named_children()) or "none"
-    names = " or ".join(_ATTENTION_NAMES)
+    known_names = " or ".join(_ATTENTION_NAMES)
     raise ValueError(
-        f"the self-attention of a decoder layer must be named {names}; this layer has: {children}"
+        f"the self-attention of a decoder layer must be named {known_names}; this layer has: {children}"
     )
 
 
 @contextmanager
 def _record_attention(attention: nn.Module, whole: bool) -> Iterator[_AttentionRecording]:
-    """Record the input and output of ``attention`` during the context."""
+    """Record the inputs and the output of the module ``attention`` that runs inside the context;
+    unless ``whole``, stop the forward pass after it.
+    """
     config: Any = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     files = [sys.modules.get(kind.__module__) for kind in type(attention).__mro__]
@@ -203,8 +215,8 @@ def _record_attention_call(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recorder as a transformers attention function: stores its arguments and calls the
-    original function.
+    """Attention function for transformers that stores its arguments in the current recording and
+    returns the result of the model's own function.
     """
     recording = _current_recording.get()
     assert recording.compute is not None

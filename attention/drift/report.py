@@ -28,7 +28,7 @@ _FLOOR_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport(DriftMeasurement):
-    """A student measured against its source, the result of ``measure_drift``.
+    """The drift of a student (converted model) from its source: what ``measure_drift`` returns.
 
     sequences, length: the text, in tokens
     device, source_dtype, student_dtype: how the models were computed
@@ -50,12 +50,14 @@ class DriftReport(DriftMeasurement):
 
     @property
     def identical(self) -> bool:
-        """True if every drift is exactly 0."""
+        """True if the student computes exactly what the source computes: every drift is 0."""
         errors = [error for layer in self.layers for error in vars(layer).values()]
         return self.agreement == 1 and not any([self.kl, self.excess, *errors])
 
     def table_rows(self) -> list[tuple[str, str, str, str]]:
-        """The header and rows of a table of all figures."""
+        """Return a table of all figures: a header, then rows of title, source, converted model and
+        rounding floor.
+        """
         return [
             ("", "source", "converted", "rounding floor"),
             (
@@ -74,7 +76,8 @@ class DriftReport(DriftMeasurement):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; a figure is ``{"value": ..., "floor": ...}``, with its ``margin`` if known.
+        """Return the report as JSON values; a figure is ``{"value": ..., "floor": ...}``, with its
+        ``margin`` if known.
 
         NaN and infinity become None.
         """
@@ -166,8 +169,8 @@ def make_drift_report(
     floor: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> DriftReport:
-    """The report on ``measured``, a comparison over ``tokens [N, T]``, with the bytes of the caches
-    and, if ``floor`` is true, the rounding floor.
+    """Return the report on ``measured``, a comparison over ``tokens [N, T]``, with the cache sizes
+    in bytes and, if ``floor`` is true, the drift that rounding alone causes.
 
     The floor is measured on about 512 tokens in at least one sequence; ``progress`` is called after
     each of its layers.
@@ -196,7 +199,9 @@ def make_drift_report(
 
 
 def compute_perplexity(loss: float) -> float:
-    """``e^loss``, or infinity if that exceeds the range of a float."""
+    """Return ``e^loss`` for a loss in nats per token; infinity if it exceeds the range
+    of a float.
+    """
     try:
         return math.exp(loss)
     except OverflowError:
@@ -204,5 +209,5 @@ def compute_perplexity(loss: float) -> float:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module, such as "bfloat16"."""
+    """Return the name of a torch dtype without its module, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

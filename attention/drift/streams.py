@@ -39,25 +39,27 @@ StreamLayer = Callable[[Tensor], LayerOutput]
 
 
 class LayerStream(Protocol):
-    """A model as a sequence of layers, computed on ``device`` and in ``dtype``."""
+    """A model whose layers are loaded and run one at a time, on ``device`` and in ``dtype``."""
 
     layers: int
     device: torch.device
     dtype: torch.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed ``tokens [B, T]``: the residual stream before the first layer, ``[B, T, E]``."""
+        """Return the residual stream before the first layer, ``[B, T, E]``, for
+        ``tokens [B, T]``.
+        """
 
     def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
         """Load layer ``index`` into memory; it is freed when the context exits."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm and head to the residual stream after the last layer: ``[B, T, E]`` ->
-        ``[B, T, V]``.
+        """Return logits ``[B, T, V]`` for the residual stream after the last layer, ``[B, T, E]``,
+        by the final norm and head.
         """
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that each token adds to the cache object that generation uses, summed over all
+        """Return by how many bytes per token the model's generation cache grows, summed over all
         layers.
         """
 
@@ -67,7 +69,9 @@ class LayerStream(Protocol):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LayerStream":
-        """The same model, computed on another device or in another dtype."""
+        """Return a stream of the same model on another device or in another dtype; None keeps the
+        present one.
+        """
 
 
 def as_stream(
@@ -76,8 +80,8 @@ def as_stream(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> LayerStream:
-    """A stream on ``device`` and in ``dtype`` for a loaded transformers causal language model or an
-    existing stream.
+    """Return a layer stream on ``device`` and in ``dtype`` for a loaded transformers causal
+    language model or an existing stream.
 
     None keeps the model's own. Raises ValueError if the model's decoder layers cannot be found.
     """
@@ -90,7 +94,8 @@ def as_stream(
 
 
 class LoadedStream:
-    """The layer stream of a causal language model in memory. The model itself is never changed.
+    """The layer stream of a causal language model that is loaded in memory. The model itself is
+    never changed.
 
     If ``device`` or ``dtype`` differs from the model's, the tensors of one layer at a time are
     converted. transformers computes norms and rotary angles in float32 for any dtype.
@@ -160,8 +165,8 @@ class LoadedStream:
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 
     def _convert(self, module: nn.Module) -> dict[str, Tensor]:
-        """The tensors of ``module`` on the stream's device; parameters of the model's dtype are
-        cast to the stream's.
+        """Return the tensors of ``module`` by name on the stream's device, with parameters of the
+        model's dtype cast to the stream's.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
@@ -176,7 +181,9 @@ Visit = Callable[[int, Tensor, LayerArguments], Tensor]
 
 
 class StandInModel:
-    """``model`` with its decoder ``layers`` replaced by stand-ins, in place."""
+    """A stock ``model`` whose decoder ``layers`` are replaced in place by stand-ins, which pass
+    what they receive to the function ``visit``.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -196,7 +203,8 @@ class StandInModel:
         tensors: Mapping[str, Tensor] | None = None,
         **inputs: Any,
     ) -> Any:
-        """The stock forward's output for ``inputs``, or None if ``visit`` raised ``StopForward``.
+        """Return the stock model's output for ``inputs``, or None if ``visit``, which every
+        stand-in calls, raised ``StopForward``.
 
         ``tensors`` replace the parameters and buffers with the same names.
         """
@@ -209,8 +217,8 @@ class StandInModel:
     def enter(
         self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
     ) -> tuple[Tensor, list[LayerArguments]]:
-        """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every
-        layer.
+        """Return the residual stream before the first layer, ``[B, T, E]``, and the arguments that
+        the stock model passes to each layer.
         """
         entered: list[Tensor] = []
         recorded: list[LayerArguments] = []
@@ -233,8 +241,8 @@ class StandInModel:
         tensors: Mapping[str, Tensor] | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of
-        ``inputs`` matters.
+        """Return logits ``[B, T, V]`` for ``hidden [B, T, E]``, the residual stream after the last
+        layer. Only the shape of ``inputs`` matters.
         """
 
         def visit(index: int, entering: Tensor, arguments: LayerArguments) -> Tensor:
@@ -249,8 +257,8 @@ class StandInModel:
 
 
 class _LayerStandIn(nn.Module):
-    """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the
-    frame's ``visit``.
+    """A module in place of a decoder layer: has the layer's attributes, but its forward calls the
+    model's ``visit`` function instead of the layer.
     """
 
     def __init__(self, index: int, layer: nn.Module, frame: StandInModel) -> None:
@@ -272,7 +280,7 @@ class _LayerStandIn(nn.Module):
 
 
 def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with
+    """Return the path and the list of a model's decoder layers: ``num_hidden_layers`` modules with
     self-attention.
 
     Raises ValueError if there is no such list.
@@ -297,10 +305,10 @@ def measure_cache_bytes_per_token(
     layers: Sequence[nn.Module],
     enter: Callable[[int], tuple[Tensor, Sequence[LayerArguments]]],
 ) -> int:
-    """Growth of the generation cache in bytes per token, summed over all layers.
+    """Return by how many bytes per token the generation cache grows, summed over all layers.
 
-    ``enter(tokens)`` returns the result of ``StandInModel.enter(..., use_cache=True)`` for one sequence;
-    its arguments include the cache object that the stock model creates for generation. The model
+    ``enter(tokens)`` returns the result of ``StandInModel.enter(..., use_cache=True)`` for one
+    sequence; its arguments include the cache object that the stock model creates for generation. The model
     may be on the meta device.
     """
 

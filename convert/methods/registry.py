@@ -49,7 +49,8 @@ class ConvertedLayer:
 
 def _refuse_error_without_text(weights: Any) -> float:
     raise ValueError(
-        "an error can be measured only with text; register the method with reads_text = True"
+        "layer.error needs calibration text, which the method does not read; set reads_text = True in"
+        " its class"
     )
 
 
@@ -77,7 +78,8 @@ class SourceLayer:
         """Return ``statistics``. Raises ValueError if they are None."""
         if self.statistics is None:
             raise ValueError(
-                "layer: has no calibration statistics; register the method with reads_text = True"
+                "the layer has no calibration statistics, because the method does not read text; set"
+                " reads_text = True in its class"
             )
         return self.statistics
 
@@ -232,13 +234,14 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
         try:
             import_module(module)
         except ImportError as error:
-            way_out = "install the module, or add its folder to PYTHONPATH"
             raise option_error(
-                option, name, f": cannot import module {module!r} ({error}); {way_out}"
+                option,
+                name,
+                f": cannot import module {module!r} ({error}); install it or add its folder to PYTHONPATH",
             ) from error
     allowed = list_objectives() if target is None else list_methods(target)
     if plain not in allowed:
         available = "" if target is None else f" with --to {target}"
-        rule = f"is not available{available}; use one of {', '.join(allowed)}"
-        raise option_error(option, name, f"{rule}{suggest_name(plain, allowed)}")
+        expected = f"is not available{available}; use one of {', '.join(allowed)}"
+        raise option_error(option, name, f"{expected}{suggest_name(plain, allowed)}")
     return plain

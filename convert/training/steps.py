@@ -207,6 +207,6 @@ def check_constant_channel(state: Named, checkpoint: Checkpoint) -> None:
             values = [value.select(frozen[name].axis, frozen[name].index) for value in values]
         if not torch.equal(*values):
             raise KvfoldError(
-                f"{name}: training changed the constant channel, which must stay fixed; please"
-                " report it"
+                f"tensor {name!r}: training changed the latent's constant channel, which must stay fixed;"
+                " please report it"
             )

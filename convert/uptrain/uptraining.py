@@ -193,8 +193,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         before = parse_json_object(started, read_bytes(started))
     if links or (any(work.glob("*")) and before.keys() != {"options", "files"}):
         raise InputError(
-            f"{work}: the run writes into this folder, but it contains links or other files; choose"
-            " another OUT"
+            f"{work}: the training writes its checkpoints into this folder, but it contains links or"
+            " files of something else; move them away or choose another OUT"
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
@@ -210,8 +210,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         write_small_file(started, now)
     elif before != json.loads(now):
         raise InputError(
-            f"{work} has an interrupted run with other options, or of a model or text that changed"
-            " since; use the same to continue it, or --fresh to discard it"
+            f"{work} has an interrupted run with other options, or its model or text has changed since;"
+            " use the same options and files to continue it, or --fresh to discard it"
         )
     else:
         print(f"resuming from {checkpoint.name} (--fresh starts over)", file=sys.stderr)
@@ -269,8 +269,8 @@ def _write_checkpoint(
     }
     if unknown := stored.keys() - source.tensors.keys() - model.all_tied_weights_keys.keys():
         raise KvfoldError(
-            f"{min(unknown)}: was trained, but {source.origin} has no such tensor; OUT was not"
-            " written, please report this"
+            f"tensor {min(unknown)!r} was trained, but {source.origin} has no tensor of this name; OUT"
+            " was not written, please report this"
         )
     # Tensors that transformers does not load, such as inv_freq of old models, are copied.
     planned = [

@@ -1,7 +1,8 @@
-"""Decoding over latents: ``attend_to_latents`` against float64, and the calls of ``latent_attention``
-that reach it.
+"""Decoding over latents: ``attend_to_latents`` against float64, and the calls of
+``latent_attention`` that reach it.
 
-Without a CUDA device ``kernel_supports`` is replaced by its conditions on shapes; the kernel itself,
+Without a CUDA device ``kernel_supports`` is replaced by its conditions on shapes; the kernel
+itself,
 reached the same way, runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 """
 
