@@ -31,7 +31,7 @@ _AT_FDCWD = -100
 _EXCHANGE = 2
 
 
-def check_output_path(
+def resolve_output_path(
     out: str | os.PathLike[str],
     *,
     overwrite: bool | None = False,
@@ -122,10 +122,10 @@ def open_output_folder(
     intact until the two are exchanged. Folders that killed runs left behind for this OUT are
     removed, except the newest one that ``resume(folder)`` accepts: it is yielded instead of a new
     one. If the block raises, the folder is kept for a later run if ``resume`` accepts it; with
-    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output_path``
+    ``fresh``, earlier ones are removed in any case. Raises InputError as ``resolve_output_path``
     does, and if another process is writing OUT.
     """
-    target = check_output_path(out, overwrite=overwrite, model=model)
+    target = resolve_output_path(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, lock_output(target) as locked:
         pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
@@ -139,7 +139,7 @@ def open_output_folder(
             _finish_replacement(path, target)
         # once more: OUT may have appeared while nobody held the lock, or just now, back from a
         # replacement cut short
-        check_output_path(out, overwrite=overwrite, model=model)
+        resolve_output_path(out, overwrite=overwrite, model=model)
         folder = _choose_work_folder(target, stale, None if fresh else resume)
         try:
             signals.deliver()

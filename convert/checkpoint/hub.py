@@ -134,5 +134,9 @@ def _translate_hub_errors(
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         known_failures = [text for name, text in _HUB_ADVICE.items() if name in kinds]
-        failure = f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
-        raise InputError(f"{model}: {known_failures[0] if known_failures else failure}") from None
+        other_failure = (
+            f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
+        )
+        raise InputError(
+            f"{model}: {known_failures[0] if known_failures else other_failure}"
+        ) from None

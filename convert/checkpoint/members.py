@@ -115,7 +115,7 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     # also links in a circle, or what no path can be: too long a name, a NUL character
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"{folder}: {named_by} names {shorten(name)}, which is missing or cannot be read"
+            f"{folder}: {named_by} lists {shorten(name)}, which is missing or cannot be read"
             f" ({getattr(error, 'strerror', error)}); download the file again"
         ) from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files
@@ -125,7 +125,7 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     )
     if not (path.is_relative_to(folder) or in_blobs):
         raise InputError(
-            f"{folder}: {named_by} names {shorten(name)}, which leads to {path}, outside this"
+            f"{folder}: {named_by} lists {shorten(name)}, which leads to {path}, outside this"
             " folder; replace it with the file itself"
         )
     if not path.is_file():

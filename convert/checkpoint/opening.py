@@ -78,8 +78,8 @@ class Checkpoint:
 
     @property
     def hub_id(self) -> str | None:
-        """The model's id on the hub (``owner/name``), or None if the model was opened from a local
-        folder.
+        """The model's id on the Hugging Face hub (``owner/name``), or None if the model was opened
+        from a local folder.
         """
         return self.origin.partition("@")[0] if "/" in self.origin else None
 

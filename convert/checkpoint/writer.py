@@ -320,5 +320,5 @@ class ShardWriter:
         KvfoldError with the names of the missing tensors.
         """
         if missing := [name for name in self._locations if name not in self.written]:
-            raise KvfoldError(f"{self._folder} lacks {len(missing)} tensors of the plan", missing)
+            raise KvfoldError(f"{len(missing)} planned tensors are not in {self._folder}", missing)
         self.sync()

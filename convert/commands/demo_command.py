@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.console import check_files, json_option, print_result
 from kvfold.convert.formatting import format_table
@@ -33,7 +33,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
     """
     check_files(json_file)
     if folder is not None:
-        check_output_path(folder, overwrite=None)
+        resolve_output_path(folder, overwrite=None)
     with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
         rows = _convert_to_all_targets(Path(folder or temporary))
     lines = [

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     STDOUT,
@@ -59,7 +59,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     # A sweep takes long: what its last second would refuse is refused in the first.
     check_files(json_file, report)
     if request.out is not None:
-        check_output_path(request.out, overwrite=None, model=request.model)
+        resolve_output_path(request.out, overwrite=None, model=request.model)
     check_text_sources(request.calibration)
     parse_targets(request.targets)
     if not request.quiet:

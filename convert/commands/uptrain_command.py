@@ -6,7 +6,7 @@ launch --config_file convert/data/fsdp.yaml -m kvfold uptrain ...``.
 
 import click
 
-from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     check_files,
@@ -30,7 +30,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     square of each tensor; suitable values are larger than for absolute learning rates.
     """
     check_files(json_file)
-    check_output_path(request.out, overwrite=request.overwrite, model=request.model)
+    resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources([request.text], "text")
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)

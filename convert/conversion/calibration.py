@@ -133,11 +133,12 @@ def _write_sequences(
     turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.length <= len(turns.start):
-        requirement = (
+        raise option_error(
+            "seq_len",
+            request.length,
             f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
-            " writes; raise it"
+            " writes; raise it",
         )
-        raise option_error("seq_len", request.length, requirement)
     if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)

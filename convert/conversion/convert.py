@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import output
@@ -45,7 +45,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if not processes.is_rank0():
         request = replace(request, quiet=True)
         progress = None
-    check_output_path(request.out, overwrite=request.overwrite, model=request.model)
+    resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources(request.calibration)
     if request.dry_run:
         return _plan_dry_run(request)
@@ -95,7 +95,7 @@ def _plan_dry_run(request: ConvertRequest) -> Conversion:
     """
     checkpoint = checkpoint_from_config(request) or open_headers_only(request.model)
     with closing(checkpoint):
-        check_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
+        resolve_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
         return Conversion(make_plan(request, checkpoint))
 
 

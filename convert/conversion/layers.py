@@ -41,7 +41,7 @@ def open_walk(
     plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int = 0
 ) -> "Walk":
     """Return an iterator over the layers of the source model. It runs the calibration and held-out
-    tokens through the source and the converted layers so far (the student).
+    tokens through each source layer and through the converted model so far.
 
     Statistics of the calibration sequences begin with layer ``statistics_from``, if the method
     needs them.

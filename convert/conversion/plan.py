@@ -127,8 +127,11 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     if request.calibrated:
         check_seq_len(request.length, model.geometry.positions, checkpoint.origin)
         if request.samples < count:
-            minimum = f"must be at least {count}, one sequence per process; lower --nproc-per-node"
-            raise option_error("samples", request.samples, minimum)
+            raise option_error(
+                "samples",
+                request.samples,
+                f"must be at least {count}, one sequence per process; lower --nproc-per-node",
+            )
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
     plan = plan_mla(request, checkpoint, model, list_mla_specs(request, model)[-1])
@@ -159,18 +162,23 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     method = request.chosen_method
     kv_heads = request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
-        unsupported = (
+        raise option_error(
+            "method",
+            request.resolved_method,
             f"does not support {model.family.model_type}, which normalizes queries and keys after"
             f" their rotary embedding; use --method {find_method_without_text(request.to)} with"
-            " --refine auto"
+            " --refine auto",
         )
-        raise option_error("method", request.resolved_method, unsupported)
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = None if request.dtype == "auto" else request.dtype
     own_code = needs_own_code(model)
     if request.layout is not None and not own_code:
-        reason = f"because the stock class of {model.family.model_type} supports --to {request.to}"
-        raise option_error("layout", request.layout, f"is not needed, {reason}; remove --layout")
+        raise option_error(
+            "layout",
+            request.layout,
+            f"is not needed, because the stock class of {model.family.model_type} supports"
+            f" --to {request.to}; remove --layout",
+        )
     # Pooling leaves queries and the output alone in a stock class.
     pools = method.pools and not request.calibrated and not own_code
     roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
@@ -262,8 +270,12 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     present = count_cache_elements(model.geometry)
     if (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
-        limit = f"must be below the source's {present} KV-cache elements per token per layer"
-        raise option_error("budget", request.budget, f"{limit}; lower it, or add --allow-growth")
+        raise option_error(
+            "budget",
+            request.budget,
+            f"must be below the source's {present} KV-cache elements per token per layer; lower"
+            " it, or add --allow-growth",
+        )
     raise InputError(problems[0][0], problems[0][1:])
 
 
@@ -288,8 +300,9 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
-        allowed_values = (
+        raise option_error(
+            "kv_heads",
+            kv_heads,
             f"must divide the source's {present} key/value heads, and be smaller without"
-            f" --allow-growth; use {', '.join(map(str, allowed))}"
+            f" --allow-growth; use {', '.join(map(str, allowed))}",
         )
-        raise option_error("kv_heads", kv_heads, allowed_values)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """A value of the source model and the same value of the converted model."""
+    """A figure or name before and after the conversion: of the source model and of the converted
+    model.
+    """
 
     before: Any
     after: Any

@@ -89,7 +89,7 @@ class WeightMap:
         if missing:
             raise InputError(
                 f"the checkpoint lacks tensors for {len(missing)} parameters of"
-                f" {type(self.model).__name__}",
+                f" {type(self.model).__name__}; download the model again",
                 missing,
             )
         return [source for target, source in self.sources.items() if target.startswith(prefix)]

@@ -22,9 +22,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.attention.drift.report import format_dtype
 from kvfold.convert.checkpoint.atomic import (
-    check_output_path,
     lock_output,
     open_output_folder,
+    resolve_output_path,
     write_small_file,
 )
 from kvfold.convert.checkpoint.digests import add_hashes, fingerprint_files
@@ -108,7 +108,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
                 f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
                 " models only; use another trainer"
             )
-        check_output_path(request.out, overwrite=request.overwrite, model=source.folder)
+        resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():

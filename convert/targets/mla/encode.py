@@ -249,8 +249,8 @@ def find_constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSli
 
 
 def list_latent_norms(names: Iterable[str]) -> list[str]:
-    """Return those of the tensor ``names`` that are weights of latent norms. Training
-    freezes them.
+    """Return those of the tensor ``names`` that are RMSNorm weights of an MLA latent, which
+    training must not change.
     """
     norms = tuple(f"{norm}.weight" for norm in _NORM_OF.values())
     return [name for name in names if name.endswith(norms)]

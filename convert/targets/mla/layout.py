@@ -209,7 +209,7 @@ class MlaCheckpoint(OutputCheckpoint):
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
         """Return this checkpoint with its config.json, whose rotary frequencies are ``theta
-        [layers][P/2]`` in radians per position; all layers have those of the first.
+        [layers][P/2]`` in radians per position. All layers use the frequencies of the first one.
         """
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
         # A stock class has one set of frequencies for all layers.

@@ -17,9 +17,9 @@ from helpers.processes import PATIENCE
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import (
     check_free_space,
-    check_output_path,
     open_output_folder,
     replace_file,
+    resolve_output_path,
 )
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
@@ -137,7 +137,7 @@ def refusal(out: Path, **options: Any) -> str:
     """The error's text, the same before and at the start of a run; nothing is made."""
     before = set(out.parent.parent.rglob("*"))
     with pytest.raises(InputError) as checked:
-        check_output_path(out, **options)
+        resolve_output_path(out, **options)
     with pytest.raises(InputError) as started, open_output_folder(out, **options):
         pytest.fail("the run must not begin")
     assert str(started.value) == str(checked.value)
@@ -150,12 +150,12 @@ def test_out_exists(out: Path) -> None:
     assert "choose another OUT" in refusal(out, overwrite=True)
     out.unlink()
     out.mkdir()
-    assert check_output_path(out) == out
+    assert resolve_output_path(out) == out
     fill(out, "old")
     assert "--overwrite" in refusal(out)
-    assert check_output_path(out, overwrite=True) == out
+    assert resolve_output_path(out, overwrite=True) == out
     with pytest.raises(InputError, match="or remove it"):
-        check_output_path(out, overwrite=None)
+        resolve_output_path(out, overwrite=None)
 
 
 @pytest.mark.parametrize("record", [None, "link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}'])
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
 def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> None:
     fill(out, "old")
     (out / ".gitattributes").touch()
-    assert check_output_path(out, overwrite=True) == out
+    assert resolve_output_path(out, overwrite=True) == out
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).symlink_to(out.parent) if name == "link" else (out / name).touch()
     assert name in refusal(out, overwrite=True)
@@ -192,7 +192,7 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> Non
     (tmp_path / "link").symlink_to(model)
     for out in (model / "x", tmp_path / "link" / "x", model, tmp_path / "root"):
         refusal(out, model=tmp_path / "link", overwrite=overwrite)
-    assert check_output_path(tmp_path / "root" / "model-gqa", model=model)
+    assert resolve_output_path(tmp_path / "root" / "model-gqa", model=model)
 
 
 def test_parents_that_cannot_hold_a_folder(

@@ -60,7 +60,7 @@ def test_steps_in_bfloat16_reach_what_those_in_float32_do(
     dtypes = []
     attend = interface.blocked_attention
     monkeypatch.setattr(
-        interface, "blocked_attention", lambda *args: dtypes.append(args[0].dtype) or attend(*args)
+        interface, "blocked_attention", lambda *args: dtypes.append(args[1].dtype) or attend(*args)
     )
     for fast in (False, True):
         monkeypatch.setattr(
