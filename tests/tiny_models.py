@@ -14,13 +14,8 @@ FAMILIES: dict[str, dict[str, Any]] = _TABLES["families"]
 # Families whose stock class gives every query head a key and a value of its own: they become layout
 # kvfold.
 CLASSICS: dict[str, dict[str, Any]] = _TABLES["classics"]
-
-
-def tiny_config(name: str, changes: dict[str, Any]) -> Any:
-    """The stock config of the tiny model of family ``name``."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS)[name], **changes})
+# Families with latent attention, which kvfold writes but does not convert.
+LATENTS: dict[str, dict[str, Any]] = _TABLES["latents"]
 
 
 def skip_unknown(name: str) -> None:
@@ -33,19 +28,26 @@ def skip_unknown(name: str) -> None:
         pytest.skip(f"the installed transformers has no {name}")
 
 
-def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
-    """Saves a random model of family ``name`` in float32, none of its norms and biases at the value
-    it starts from.
-    """
+def save_random(model: Any, folder: Path) -> None:
+    """Saves ``model`` with random parameters, no norm and no bias at the value it starts from."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if "norm" in path or ".ln_" in path or path.endswith("bias"):
+            if "norm" in path or path.endswith("bias") or parameter.dim() < 2:
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
-                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+                inputs = parameter.shape[-1] if parameter.dim() < 4 else parameter[0].numel()
+                parameter.copy_(torch.randn_like(parameter) * inputs**-0.5)
     model.save_pretrained(folder)
+
+
+def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
+    """Saves a random model of family ``name`` in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(17)
+    particular = (FAMILIES | CLASSICS | LATENTS)[name]
+    config = AutoConfig.for_model(name, **{**SIZES, **particular, **changes})
+    save_random(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder)

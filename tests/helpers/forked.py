@@ -12,8 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,15 +150,6 @@ def at_call(
         module, name = (os, call) if isinstance(call, str) else call
         setattr(module, name, counted(getattr(module, name)))
     return lambda: count
-
-
-@contextmanager
-def unchanged(*folders: Path) -> Iterator[None]:
-    """Asserts that the block changes nothing in ``folders``."""
-    before = [snapshot(folder) for folder in folders]
-    yield
-    for folder, files in zip(folders, before, strict=True):
-        assert snapshot(folder) == files, folder
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -5,8 +5,10 @@ Shapes: inputs ``x [B, T, E]``, rotated rows ``[..., T, D]``, weights as ``Atten
 them.
 """
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,15 +17,7 @@ from kvfold.convert.transforms.head_norms import project_with_norms
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
-NORMS = {
-    "rms one row": {"kind": "rms", "shared": True},
-    "rms one row gain minus one": {"kind": "rms", "shared": True, "offset": 1.0},
-    "rms row per head": {"kind": "rms"},
-    "rms over all heads": {"kind": "rms", "extent": "flat"},
-    "layer one row": {"kind": "layer", "shared": True},
-    "layer row per head with bias": {"kind": "layer", "eps": 1e-5, "bias": True},
-    "layer over all heads with bias": {"kind": "layer", "extent": "flat", "bias": True},
-}
+NORMS = json.loads(Path(__file__).with_name("norms.json").read_text())
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -62,15 +56,9 @@ def random_layer(
         return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
 
     maps = rand(heads, dim, model) * 2, rand(kv_heads, dim, model) * 2, rand(kv_heads, dim, model)
-    weights = AttentionWeights(*maps, rand(model, heads, dim))
-    if bias:
-        biases = {
-            "q_bias": (heads, dim),
-            "k_bias": (kv_heads, dim),
-            "v_bias": (kv_heads, dim),
-            "o_bias": (model,),
-        }
-        weights = replace(weights, **{name: rand(*shape) for name, shape in biases.items()})
+    output = rand(model, heads, dim)
+    shapes = [(heads, dim), (kv_heads, dim), (kv_heads, dim), (model,)] if bias else []
+    weights = AttentionWeights(*maps, output, *(rand(*shape) for shape in shapes))
     x = rand(160, model) * math.sqrt(model) @ rand(model, model) + rand(model)
     return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, rand(heads, 12).softmax(1)), x
 
@@ -136,30 +124,39 @@ def normalized(y: Tensor, norm: HeadNorm | None) -> Tensor:
     return y if norm.bias is None else y + norm.bias.double()[:, None]
 
 
+def project_heads(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``weight [H, D, E]`` and ``bias [H, D]`` on ``x [..., T, E]``, in float64: ``[..., H, T,
+    D]``.
+    """
+    y = torch.einsum("hde,...te->...htd", weight.double(), x)
+    return y if bias is None else y + bias.double()[:, None]
+
+
+def mix_values(scores: Tensor, v: Tensor, o: Tensor, o_bias: Tensor | None) -> Tensor:
+    """The output ``[..., T, E]`` of causal attention with ``scores [..., H, T, T]``."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    y = torch.einsum("ehd,...htd->...te", o.double(), mixed)
+    return y if o_bias is None else y + o_bias.double()
+
+
 def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
     """The layer's causal output ``[B, T, E]`` in float64: project, normalize, rotate, softmax,
     project.
     """
-
-    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.einsum("hde,bte->bhtd", weight.double(), x)
-        return y if bias is None else y + bias.double()[:, None]
-
     repeat = weights.heads // weights.kv_heads
     amplitude = torch.ones(weights.head_dim, dtype=torch.float64)
     amplitude[: rotary.dims] = rotary.amplitude
-    q = amplitude * rotated(
-        normalized(project(weights.q, weights.q_bias), weights.q_norm), rotary.theta
+    q, k = (
+        amplitude * rotated(normalized(project_heads(weight, bias, x), norm), rotary.theta)
+        for weight, bias, norm in (
+            (weights.q, weights.q_bias, weights.q_norm),
+            (weights.k, weights.k_bias, weights.k_norm),
+        )
     )
-    k = amplitude * rotated(
-        normalized(project(weights.k, weights.k_bias), weights.k_norm), rotary.theta
-    )
-    v = project(weights.v, weights.v_bias).repeat_interleave(repeat, 1)
+    v = project_heads(weights.v, weights.v_bias, x).repeat_interleave(repeat, 1)
     scores = q @ k.repeat_interleave(repeat, 1).mT / math.sqrt(weights.head_dim)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-    y = torch.einsum("ehd,bhtd->bte", weights.o.double(), mixed)
-    return y if weights.o_bias is None else y + weights.o_bias.double()
+    return mix_values(scores, v, weights.o, weights.o_bias)
 
 
 def attend_latent(latent: LatentWeights, x: Tensor, normed: bool = False) -> Tensor:
@@ -169,33 +166,19 @@ def attend_latent(latent: LatentWeights, x: Tensor, normed: bool = False) -> Ten
     ``normed``: an RMSNorm without weights and with an eps of 1e-6 is applied to both latents.
     """
 
-    def rows(weight: Tensor, bias: Tensor | None, inputs: Tensor = x) -> Tensor:
-        return inputs @ weight.mT + (0 if bias is None else bias)
-
-    def norm(c: Tensor) -> Tensor:
+    def compress(weight: Tensor, bias: Tensor | None, normed: bool = normed) -> Tensor:
+        c = (x @ weight.mT + (0 if bias is None else bias))[..., None, :, :]
         return c / c.square().mean(-1, keepdim=True).add(1e-6).sqrt() if normed else c
 
-    c = norm(rows(latent.down, latent.down_bias))
-    key = rows(latent.rope_key, latent.rope_key_bias)
-    source, q = (
-        (x, latent) if latent.query is None else (norm(rows(latent.query.down, None)), latent.query)
-    )
-    out: Tensor = torch.zeros(()) if latent.o_bias is None else latent.o_bias
-    for head in range(latent.heads):
-        nope, rope = (
-            rows(weight[head], None if bias is None else bias[head], source)
-            for weight, bias in ((q.q_nope, latent.q_nope_bias), (q.q_rope, latent.q_rope_bias))
-        )
-        score = (
-            nope @ (c @ latent.uk[head].mT).mT
-            + rotated(rope, latent.theta) @ rotated(key, latent.theta).mT
-        )
-        future = torch.ones_like(score, dtype=torch.bool).triu(1)
-        mixed = (score * latent.scale).masked_fill(future, -math.inf).softmax(-1) @ (
-            c @ latent.uv[head].mT
-        )
-        out = out + mixed @ latent.o[:, head].mT
-    return out
+    c = compress(latent.down, latent.down_bias)
+    key = compress(latent.rope_key, latent.rope_key_bias, normed=False)
+    q = latent.query or latent
+    source = compress(q.down, None).squeeze(-3) if latent.query else x
+    nope = project_heads(q.q_nope, latent.q_nope_bias, source)
+    rope = project_heads(q.q_rope, latent.q_rope_bias, source)
+    scores = nope @ (c @ latent.uk.mT).mT
+    scores = scores + rotated(rope, latent.theta) @ rotated(key, latent.theta).mT
+    return mix_values(scores * latent.scale, c @ latent.uv.mT, latent.o, latent.o_bias)
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,6 @@ import resource
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,26 +228,21 @@ def test_plans_that_are_not_followed(out: Path, refused: Any) -> None:
         ShardWriter(out, shards)
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_disks_that_fill_up_or_break(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    for dtype in ("BF16", "F32"):
-        outputs = [replace(copies(checkpoint, BF16=dtype)[0], name=dtype)]
-        (out / dtype).mkdir()
-        writer = ShardWriter(out / dtype, assign_shards(outputs, GB))
-        with monkeypatch.context() as patched:
-            patched.setattr("os.pwrite", fail)
-            with pytest.raises(OSError, match=str(out)):
-                writer.write({dtype: torch.ones(16, 8)})
-            with pytest.raises(OSError, match=str(out)):
-                copy(writer, checkpoint)
-        monkeypatch.setattr("os.preadv", fail)
-        with pytest.raises(InputError, match=str(checkpoint.folder)):
+    writer = ShardWriter(out, assign_shards(copies(checkpoint, BF16=dtype), GB))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pwrite", fail)
+        with pytest.raises(OSError, match=str(out)):
             copy(writer, checkpoint)
-        monkeypatch.undo()
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(InputError, match=str(checkpoint.folder)):
+        copy(writer, checkpoint)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -85,19 +85,15 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
             use()
 
 
-def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
-    monkeypatch.setattr(self_written, "SELF_TOKENS", 24)
-    told = []
+def test_equal_seeds_give_equal_text(model, monkeypatch):
+    monkeypatch.setattr(self_written, "SELF_TOKENS", 24)  # two sequences at once
     first, again, other = (
-        sample_sequences(model, ChatTurnTokens([5, 6]), 3, 12, seed, told.append)
-        for seed in (1, 1, 2)
+        sample_sequences(model, ChatTurnTokens([5, 6]), 3, 12, seed) for seed in (1, 1, 2)
     )
-    assert first.shape == (3, 12)
     assert first[:, :2].tolist() == [[5, 6]] * 3
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert not torch.equal(first[0], first[1])
-    assert told == 3 * ([2] * 10 + [1] * 10)
+    assert len(first.unique(dim=0)) == 3
 
 
 def test_tokens_are_drawn_from_the_models_distribution(model):
