@@ -68,7 +68,7 @@ def masks(monkeypatch):
         mask = None if mask is None else mask[:, None, None]
         return decode_naively(*wide, scale, mask).to(c.dtype)
 
-    kernel = SimpleNamespace(decode_latent=decode_latent)
+    kernel = SimpleNamespace(run_latent_kernel=decode_latent)
     monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", kernel)
     monkeypatch.setattr(latent, "kernel_supports", lambda query, rope, mask: query.shape[2] == 1)
     return calls

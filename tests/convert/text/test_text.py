@@ -68,7 +68,7 @@ def load(name, tokenizer, samples, seq_len, *seed, **options):
 
 
 def decoded(tokens, tokenizer):
-    rows = [*tokens.training, *tokens.held_out, *tokens.long]
+    rows = [*tokens.training_sequences, *tokens.held_out, *tokens.long]
     return [tokenizer.decode(row[1:]) for row in rows]
 
 
