@@ -152,8 +152,8 @@ class ConvertRequest(CalibratedRequest):
     budget: int | None = _latent("Choose R + P = N by measured drift (mla).", minimum=4)
     method: str | None = option(
         None,
-        f"Default: {DEFAULT} (calibrated). gqa, mqa: {', '.join(registry.list_methods('gqa'))}; mla:"
-        f" {', '.join(registry.list_methods('mla'))}; or MODULE:NAME.",
+        f"Default: {DEFAULT} (calibrated). gqa, mqa: {', '.join(registry.list_methods('gqa'))};"
+        f" mla: {', '.join(registry.list_methods('mla'))}; or MODULE:NAME.",
         metavar="NAME",
     )
     objective: str | None = _fold(

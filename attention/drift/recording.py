@@ -123,8 +123,8 @@ class OpenLayer:
             result = functional_call(layer, self.tensors, args, arguments.kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
-                f"{type(layer).__name__} never called its attention module, so its attention cannot be"
-                " measured; use a decoder layer that attends in every forward pass"
+                f"{type(layer).__name__} never called its attention module, so its attention"
+                " cannot be measured; use a decoder layer that attends in every forward pass"
             )
         after = result[0] if isinstance(result, tuple) else result
         return LayerOutput(after, recording.output, recording.input, **recording.call)
@@ -157,7 +157,8 @@ def find_attention_name(layer: nn.Module) -> str:
     children = ", ".join(name for name, _ in layer.named_children()) or "none"
     known_names = " or ".join(_ATTENTION_NAMES)
     raise ValueError(
-        f"the self-attention of a decoder layer must be named {known_names}; this layer has: {children}"
+        f"the self-attention of a decoder layer must be named {known_names}; this layer has:"
+        f" {children}"
     )
 
 

@@ -308,8 +308,8 @@ def measure_cache_bytes_per_token(
     """Return by how many bytes per token the generation cache grows, summed over all layers.
 
     ``enter(tokens)`` returns the result of ``StandInModel.enter(..., use_cache=True)`` for one
-    sequence; its arguments include the cache object that the stock model creates for generation. The model
-    may be on the meta device.
+    sequence; its arguments include the cache object that the stock model creates for generation.
+    The model may be on the meta device.
     """
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:

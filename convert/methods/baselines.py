@@ -12,6 +12,10 @@ from kvfold.convert.methods.registry import (
 
 
 class _PoolingMethod(Method):
+    """Base class of methods that pool the key/value heads of each group and leave queries and
+    output projection unchanged.
+    """
+
     targets = ("gqa", "mqa")
     reads_text = False
     pools = True
@@ -19,7 +23,7 @@ class _PoolingMethod(Method):
 
 @register_method
 class MeanPooling(_PoolingMethod):
-    """Each group of heads becomes its mean."""
+    """The method ``mean``: replaces each group of key/value heads by their mean."""
 
     name = "mean"
     card = (
@@ -28,6 +32,7 @@ class MeanPooling(_PoolingMethod):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
+        """Return the layer with each group of key/value heads replaced by their mean."""
         from kvfold.convert.transforms.fold import pool
 
         return ConvertedLayer(pool.average_heads(layer.weights, layer.kv_heads))
@@ -35,7 +40,7 @@ class MeanPooling(_PoolingMethod):
 
 @register_method
 class FirstHeadPooling(_PoolingMethod):
-    """Each group of heads becomes its first head."""
+    """The method ``first``: replaces each group of key/value heads by its first head."""
 
     name = "first"
     card = (
@@ -44,6 +49,7 @@ class FirstHeadPooling(_PoolingMethod):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
+        """Return the layer with each group of key/value heads replaced by its first head."""
         from kvfold.convert.transforms.fold import pool
 
         return ConvertedLayer(pool.keep_first_heads(layer.weights, layer.kv_heads))
@@ -51,7 +57,7 @@ class FirstHeadPooling(_PoolingMethod):
 
 @register_method
 class RandomHeads(_PoolingMethod):
-    """Each group of heads becomes a random head."""
+    """The method ``random``: replaces each group of key/value heads by a random head."""
 
     name = "random"
     seeded = True
@@ -61,6 +67,7 @@ class RandomHeads(_PoolingMethod):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
+        """Return the layer with each group of key/value heads replaced by a random head."""
         from kvfold.convert.transforms.fold import pool
 
         weights = pool.draw_random_heads(
@@ -71,8 +78,8 @@ class RandomHeads(_PoolingMethod):
 
 @register_method
 class SvdLatent(Method):
-    """Factor ``[W_k; W_v]`` by SVD, assuming white inputs scaled by the gain of the norm in front
-    of the attention.
+    """The method ``svd``: factors the stacked projections ``[W_k; W_v]`` into a latent by a
+    truncated SVD, without calibration text.
     """
 
     name = "svd"
@@ -84,6 +91,7 @@ class SvdLatent(Method):
     )
 
     def fit(self, layer: LatentLayer) -> ConvertedLayer:
+        """Return the layer converted to latent attention by a truncated SVD of its weights."""
         from kvfold.convert.transforms.head_norms import linearize_norms
         from kvfold.convert.transforms.latent.factorization import factor_by_svd
         from kvfold.convert.transforms.latent.variants import factor_queries

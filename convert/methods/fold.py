@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @register_objective(DEFAULT_OBJECTIVE)
 def make_score_objective() -> "Objective":
-    """Minimize the squared error of attention scores for shared keys, and of the layer's output for
-    shared values.
+    """Return the default objective: shared keys minimize the squared error of attention scores,
+    shared values that of the layer's output.
     """
     from kvfold.convert.transforms.fold.score_fit import SCORES
 
@@ -35,8 +35,8 @@ def make_score_objective() -> "Objective":
 
 @register_method
 class PrincipalFold(Method):
-    """Fold with several token weights, groupings and ways to fold norms; return the fold with the
-    least held-out error.
+    """The method ``principal`` for GQA and MQA: folds heads with several token weights, groupings
+    and ways to fold norms, and keeps the fold with the least held-out error.
 
     The notes contain the groups.
     """
@@ -52,6 +52,7 @@ class PrincipalFold(Method):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
+        """Return the layer with folded key/value heads, and the chosen groups of heads as notes."""
         from kvfold.convert.transforms.sinks import weight_tokens_by_attention
 
         statistics = layer.require_statistics()
@@ -67,8 +68,8 @@ class PrincipalFold(Method):
 def fold_with_best_groups(
     layer: FoldLayer, statistics: "LayerStatistics"
 ) -> "tuple[float, Partition, AttentionWeights]":
-    """The fold with the least held-out error for the token weights in ``statistics``: its error,
-    groups and weights.
+    """Fold a layer with several groupings of heads; return the least held-out error, its groups and
+    the folded weights.
 
     Tried are several groupings, and for the best of them another way to fold norms.
     """

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @register_method
 class PrincipalLatent(Method):
-    """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
-    return the best.
+    """The method ``principal`` for MLA: fits latents with and without extra weight on attention
+    sinks, and keeps the one with the least held-out error.
 
     Held-out text decides.
     """
@@ -32,6 +32,9 @@ class PrincipalLatent(Method):
     )
 
     def fit(self, layer: LatentLayer) -> ConvertedLayer:
+        """Return the layer converted to latent attention by the fit with the least
+        held-out error.
+        """
         from kvfold.convert.transforms.latent.variants import adapt_to_norm
         from kvfold.convert.transforms.sinks import add_sink_channel, weight_tokens_by_attention
 
@@ -53,8 +56,8 @@ class PrincipalLatent(Method):
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":
-    """Convert ``layer`` to latent attention with ``channels`` channels, before any norm is applied
-    to the latent.
+    """Return ``layer`` converted to latent attention with ``channels`` channels, fitted to
+    ``statistics``, before any norm on the latent.
 
     Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace
     them.

@@ -37,7 +37,7 @@ Notes = Mapping[str, Any]  # JSON values
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A converted layer before it is encoded for the checkpoint.
+    """The result of a conversion method for one layer, before it is encoded for the checkpoint.
 
     weights: of its attention.
     notes: about it, for ``kvfold.json``.
@@ -48,15 +48,17 @@ class ConvertedLayer:
 
 
 def _refuse_error_without_text(weights: Any) -> float:
+    """Raise ValueError: a method that reads no text cannot measure an error."""
     raise ValueError(
-        "layer.error needs calibration text, which the method does not read; set reads_text = True in"
-        " its class"
+        "layer.error needs calibration text, which the method does not read; set reads_text ="
+        " True in its class"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLayer:
-    """A layer of the source model, as a method gets it.
+    """The input of a conversion method: one layer of the source model with its calibration
+    statistics.
 
     index: its number.
     weights: of its attention.
@@ -75,18 +77,18 @@ class SourceLayer:
     error: Callable[[Any], float] = _refuse_error_without_text
 
     def require_statistics(self) -> "LayerStatistics":
-        """Return ``statistics``. Raises ValueError if they are None."""
+        """Return the calibration statistics. Raises ValueError if the method does not read text."""
         if self.statistics is None:
             raise ValueError(
-                "the layer has no calibration statistics, because the method does not read text; set"
-                " reads_text = True in its class"
+                "the layer has no calibration statistics, because the method does not read text;"
+                " set reads_text = True in its class"
             )
         return self.statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldLayer(SourceLayer):
-    """A layer whose key/value heads a method folds.
+    """The input of a method for GQA and MQA: a layer whose key/value heads are to be folded.
 
     kv_heads: the number of key/value heads to keep.
     std: the initializer range in the model's config.
@@ -106,7 +108,7 @@ class FoldLayer(SourceLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(SourceLayer):
-    """A layer that a method converts to latent attention.
+    """The input of a method for MLA: a layer that is to be converted to latent attention.
 
     channels: the number of latent channels.
     slots: the rotary slots.
@@ -130,7 +132,7 @@ class LatentLayer(SourceLayer):
 
 
 class Method:
-    """A way to convert layers. A subclass sets the attributes and implements `fit`.
+    """Base class of conversion methods. A subclass sets the attributes and implements `fit`.
 
     name: the NAME of ``--method NAME``.
     targets: the values of ``--to`` for which it is available.
@@ -152,7 +154,7 @@ class Method:
     takes_objective = False
 
     def fit(self, layer: Any) -> ConvertedLayer:
-        """Convert ``layer``, a `FoldLayer` or for target mla a `LatentLayer`.
+        """Convert ``layer``, a `LatentLayer` for target mla and a `FoldLayer` otherwise.
 
         Implemented in ``fold.py``, ``mla.py`` and ``baselines.py``.
         """
@@ -167,14 +169,16 @@ _objectives: dict[str, "Callable[[], Objective]"] = {}
 
 
 def register_method(kind: MethodClass) -> MethodClass:
-    """Register the decorated class as ``--method NAME`` for its targets."""
+    """Class decorator: register a `Method` as ``--method NAME`` for its targets."""
     for target in kind.targets:
         _methods[target, kind.name] = kind()
     return kind
 
 
 def register_objective(name: str) -> Callable[[Factory], Factory]:
-    """Register a class, or a function that returns an objective, as ``--objective NAME``."""
+    """Decorator: register an objective's class, or a function that returns an objective, as
+    ``--objective NAME``.
+    """
 
     def register(factory: Factory) -> Factory:
         _objectives[name] = factory
@@ -185,14 +189,14 @@ def register_objective(name: str) -> Callable[[Factory], Factory]:
 
 @cache
 def _import_method_files() -> None:
-    """Import the files in this folder so that each registers its names."""
+    """Import every file in this folder, so that their methods and objectives are registered."""
     # In alphabetical order: the names of a target are listed in the order of their registration.
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
 
 
 def list_methods(target: str | None = None) -> tuple[str, ...]:
-    """The names of the methods for ``target`` (None means every target), with the default method
+    """Return the names of the methods for ``target`` (None means every target), the default method
     first.
     """
     _import_method_files()
@@ -202,31 +206,33 @@ def list_methods(target: str | None = None) -> tuple[str, ...]:
 
 
 def list_objectives() -> tuple[str, ...]:
-    """The names of all objectives."""
+    """Return the names of all objectives."""
     _import_method_files()
     return tuple(_objectives)
 
 
 def find_method_without_text(target: str) -> str:
-    """The first method for ``target`` that does not read text."""
+    """Return the name of the first method for ``target`` that reads no calibration text."""
     return next(name for name in list_methods(target) if not _methods[target, name].reads_text)
 
 
 def find_method(name: str, target: str) -> Method:
-    """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has
-    no such method.
+    """Return the method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if
+    ``target`` has no such method.
     """
     return _methods[target, _resolve_name("method", name, target)]
 
 
 def find_objective(name: str) -> "Objective":
-    """The objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown name."""
+    """Return the objective ``name`` (or ``MODULE:NAME``). Raises InputError if there is none of
+    this name.
+    """
     return _objectives[_resolve_name("objective", name)]()
 
 
 def _resolve_name(option: str, name: str, target: str | None = None) -> str:
-    """The NAME of ``MODULE:NAME``, after importing MODULE, which registers it. Raises InputError if
-    it is not registered.
+    """Return the registered name in ``MODULE:NAME``, after importing MODULE. Raises InputError if
+    MODULE cannot be imported or NAME is not registered.
     """
     _import_method_files()
     module, _, plain = name.rpartition(":")
@@ -237,7 +243,8 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
             raise option_error(
                 option,
                 name,
-                f": cannot import module {module!r} ({error}); install it or add its folder to PYTHONPATH",
+                f": cannot import module {module!r} ({error}); install it or add its folder to"
+                " PYTHONPATH",
             ) from error
     allowed = list_objectives() if target is None else list_methods(target)
     if plain not in allowed:

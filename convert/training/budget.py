@@ -30,8 +30,8 @@ LOGITS = 6 << 20
 
 
 def count_polish_steps(polish: int | str, length: int) -> int:
-    """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of
-    ``length``.
+    """Return the number of polishing steps that the option ``polish`` asks for: a number,
+    ``"auto"``, or a number of tokens (``"1M"``) in sequences of ``length``.
     """
     if (tokens := parse_number(polish)) is not None:
         return math.ceil(tokens / count_step_tokens(length))
@@ -39,15 +39,15 @@ def count_polish_steps(polish: int | str, length: int) -> int:
 
 
 def count_step_tokens(length: int) -> int:
-    """The number of tokens in one step, in sequences of ``length``."""
+    """Return the number of tokens in one polishing step, for sequences of ``length`` tokens."""
     return choose_batch_size(length) * length
 
 
 def choose_batch_size(length: int) -> int:
-    """The number of sequences of ``length`` tokens in one step."""
+    """Return the number of sequences of ``length`` tokens in one polishing step."""
     return max(1, BATCH_TOKENS // length)
 
 
 def choose_refine_batch_size(length: int) -> int:
-    """The number of sequences of ``length`` tokens in one step of refinement."""
+    """Return the number of sequences of ``length`` tokens in one refinement step."""
     return max(1, min(_REFINED_SEQUENCES, _REFINED_TOKENS // length))

@@ -42,8 +42,8 @@ _SAVING = 20
 
 
 class TrainingTask(ABC):
-    """Float32 master copies of the attention tensors of open layers, trained by Adam with steps
-    relative to each tensor's size, and what they are trained for.
+    """What `train` trains: float32 master copies of the attention tensors of open layers, with Adam
+    steps relative to each tensor's size. Subclasses define the loss.
 
     ``tensors`` are the computed tensors of the ``layers`` of ``student``, named as in its files;
     those in a layer's attention are trained. Set ``constant`` for tensors in layout ``free``, to
@@ -92,34 +92,35 @@ class TrainingTask(ABC):
         )
 
     def load_masters(self) -> None:
-        """Load the masters into the layers, rounded as they will be stored; gradients of the
-        layers' outputs then reach them.
+        """Copy the master weights into the layers, rounded to the dtypes in which they will be
+        stored; gradients flow back to the masters.
         """
         for layer in self.layers:
             self.stream.reload_parameters(layer, self.sources[layer.index])
 
     @abstractmethod
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
-        """The learning rate after ``step`` steps, relative to the size of each tensor; 0 ends the
-        training.
+        """Return the learning rate after ``step`` steps, relative to the size of each tensor; 0
+        ends the training.
 
         ``errors`` are those of all rounds so far, the one before training included.
         """
 
     @abstractmethod
     def backward(self, batch: list[int]) -> None:
-        """Store the gradients of this process's share of the training sequences ``batch`` in the
-        masters.
+        """Add to the masters the gradients of the loss on this process's share of the training
+        sequences ``batch``.
         """
 
     @abstractmethod
     def error(self) -> float:
-        """The error on held-out sequences, equal on all processes."""
+        """Return the error on the held-out sequences, equal on all processes."""
 
 
 @dataclass
 class TrainingResult:
-    """The best weights of a training so far, by the error on held-out sequences.
+    """The best weights of a training so far, chosen by the error on held-out sequences, and how it
+    went.
 
     tensors    on the CPU, in the dtypes in which they will be saved; empty if training never helped
     errors     before training and after every round
@@ -193,7 +194,8 @@ def train(
 
 
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of ``size`` indices below ``count``, reshuffled at the start of every epoch.
+    """Yield endless batches of ``size`` sequence indices below ``count``, reshuffled at the start
+    of every epoch.
 
     An incomplete batch at the end of an epoch is dropped. If ``count`` is less than ``size``,
     batches have ``count`` indices.
@@ -206,21 +208,23 @@ def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in nats
-    per token.
+    """Return the mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in
+    nats per token.
     """
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mean ``KL(teacher || student)`` in nats per token, for logits ``[B, T, V]``."""
+    """Return the mean ``KL(teacher || student)`` of next-token distributions in nats per token, for
+    logits ``[B, T, V]``.
+    """
     # The last position has no next token and does not count.
     rows = logits[:, :-1].flatten(0, 1)
     return sum_kl(rows, teacher[:, :-1].flatten(0, 1)) / len(rows)
 
 
 def sum_kl(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for logits
+    """Return the sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for logits
     ``[n, V]``. Computed in float32 or wider.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)

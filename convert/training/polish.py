@@ -29,9 +29,9 @@ from kvfold.convert.walk.walk import Student, run_all_layers
 _WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL
 # after 30 and 60 of 60 steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173;
-# layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which `compute_slowdown` then
-# halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276
-# (all 2026-11-23).
+# layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which
+# `compute_slowdown` then halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553
+# -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
 # Parts of a run after each of which the rate is judged, and the least relative gain of one. Model
 # that ships, MLA 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples
@@ -44,7 +44,7 @@ _MIN_GAIN = 0.01
 
 
 class TeacherText(NamedTuple):
-    """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer,
+    """Token sequences ``tokens [N, T]`` with the teacher's residual streams after its last layer,
     ``states [N, T, E]``.
     """
 
@@ -56,8 +56,8 @@ class TeacherText(NamedTuple):
 def run_teacher(
     teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None = None
 ) -> TeacherText:
-    """Run ``teacher`` over ``tokens``, with matrix products of dtype ``autocast``; None means
-    float32.
+    """Return ``tokens [N, T]`` with the residual streams of ``teacher`` after its last layer.
+    Matrix products have the dtype ``autocast``; None means float32.
     """
     with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
         states = run_all_layers(teacher, tokens)
@@ -67,7 +67,8 @@ def run_teacher(
 
 
 class TrainingText:
-    """Training sequences ``tokens [N, T]`` with the residual streams of ``teacher``.
+    """The training sequences ``tokens [N, T]`` for polishing, with the teacher's residual streams
+    computed as they are needed.
 
     These are computed for a block of coming batches at a time, so that memory does not grow with
     the text. Each of several processes takes its share of every batch.
@@ -80,8 +81,8 @@ class TrainingText:
         self._states: Tensor | None = None
 
     def batches(self, steps: int, seed: int) -> Iterator[list[int]]:
-        """Yield the indices of ``steps`` batches in random order, and note each block of them at
-        its first.
+        """Yield the sequence indices of ``steps`` batches in random order; `read` then serves the
+        block of batches to which the last one belongs.
         """
         count, length = self.tokens.shape
         batches = islice(random_batches(count, choose_batch_size(length), seed), steps)
@@ -91,7 +92,9 @@ class TrainingText:
             yield from block
 
     def read(self, indices: list[int]) -> TeacherText:
-        """The sequences ``indices`` of the block's batches."""
+        """Return the sequences ``indices``, which belong to the current block of batches, with the
+        teacher's residual streams.
+        """
         if self._states is None:
             tokens = self.tokens[self._block].long()
             self._states = run_teacher(self._teacher, tokens, self._teacher.autocast).states
@@ -100,8 +103,8 @@ class TrainingText:
 
 
 def compute_slowdown(errors: Sequence[float], steps: int) -> float:
-    """A factor on the learning rate, halved by each part of the run that does not lower the best
-    error by at least 1 %.
+    """Return a factor on the learning rate: it is halved by each part of the run that does not
+    lower the best error by at least 1 %.
 
     ``errors`` are the held-out errors before training and after every round so far. A run of
     ``steps`` steps has up to eight parts, each an eighth of its rounds, rounded up.
@@ -116,8 +119,8 @@ def compute_slowdown(errors: Sequence[float], steps: int) -> float:
 
 
 class PolishTask(TrainingTask):
-    """A converted model, all of whose ``layers`` are open and whose attention is trained on
-    ``text`` for ``steps`` steps.
+    """The training task of polishing: trains the attention of all ``layers`` of a converted model
+    together on ``text`` for ``steps`` steps.
 
     The student's final norm and head, which are the teacher's too, turn the teacher's residual
     streams into logits. Set ``constant`` to preserve the latents' constant channel.
@@ -151,6 +154,9 @@ class PolishTask(TrainingTask):
         # a model that is close to its minimum away from it. The changes of all layers add up, and
         # so do those of a matrix's inputs. Rounding may make the error of a lossless model
         # negative.
+        """Return the learning rate after ``step`` steps: smaller the closer the model was to its
+        teacher before training.
+        """
         distance = min(1.0, math.sqrt(max(errors[0], 0.0)))
         width = self.held_out.states.shape[-1]
         peak = _RATE / len(self.layers) * distance / math.sqrt(width)
@@ -158,6 +164,9 @@ class PolishTask(TrainingTask):
         return peak * compute_slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
+        """Add to the masters the gradients of the KL from the teacher on this process's share of
+        ``batch``.
+        """
         if own := processes.shard(batch):
             tokens, states = self.text.read(own)
             with self.stream.use_training_precision():
@@ -173,16 +182,16 @@ class PolishTask(TrainingTask):
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
     def error(self) -> float:
-        """The mean KL from the teacher's next-token distributions, in nats per token; leaves all
-        figures in ``figures``.
+        """Return the mean KL from the teacher's next-token distributions on held-out text, in nats
+        per token; leaves all figures in ``figures``.
         """
         self.figures = processes.broadcast_from_rank0(self._measure_held_out)
         return self.figures["kl"]
 
     @torch.no_grad()
     def _measure_held_out(self) -> dict[str, float]:
-        """Means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
-        teacher's loss (all in nats), ``top_1_agreement``.
+        """Return means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
+        teacher's loss (all in nats), and ``top_1_agreement``.
         """
         tokens = self.held_out.tokens
         sums = torch.zeros(4, dtype=torch.float64)
@@ -198,7 +207,9 @@ class PolishTask(TrainingTask):
         return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
 
     def run_layers(self, tokens: Tensor) -> Tensor:
-        """The residual stream after the last layer for ``tokens [B, T]``, ``[B, T, E]``."""
+        """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens
+        [B, T]``.
+        """
         self.load_masters()
         hidden = self.stream.embed(tokens)
         for layer in self.layers:
@@ -208,8 +219,8 @@ class PolishTask(TrainingTask):
     def _yield_logits(
         self, hidden: Tensor, states: Tensor, precision: AbstractContextManager[Any]
     ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """The student's and the teacher's logits, from their residual streams after the last layer,
-        for spans of positions, short enough to limit the memory for them.
+        """Yield the student's and the teacher's logits ``[B, t, V]`` for one span of positions at a
+        time, from their residual streams after the last layer.
         """
         count, length = hidden.shape[:2]
         size = max(1, LOGITS // (count * self.stream.vocabulary))

@@ -11,8 +11,8 @@ the student's residuals before the layer, the target of the student's update is
 
 so that a layer also corrects the errors of earlier layers. The loss is the squared error against
 the target, relative to the teacher's attention update, with each token weighted by the inverse of
-its residual's size (`compute_token_weights`): otherwise the few tokens with massive activations, in the
-teacher or the student, would dominate.
+its residual's size (`compute_token_weights`): otherwise the few tokens with massive activations, in
+the teacher or the student, would dominate.
 
 Memory holds one layer of each model, the master weights and Adam's moments.
 """
@@ -68,8 +68,8 @@ TensorMap = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class RefineSettings:
-    """The settings shared by all layers of a run. ``steps`` is the number of steps per layer, or
-    ``"auto"``.
+    """The settings of refinement that all layers of a run share. ``steps`` is the number of steps
+    per layer, or ``"auto"``.
 
     ``update`` and ``student_update`` define how the teacher's and the student's layers add
     attention outputs to the residual. Set ``constant`` for a student in layout ``free``, to
@@ -84,8 +84,8 @@ class RefineSettings:
 
 
 def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> TrainingResult:
-    """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have
-    calibration sequences. Returns all ``tensors``, refined if that helped.
+    """Train the attention tensors among ``tensors`` of the layer of ``step``, so that it matches
+    the source's. Returns all ``tensors``, refined if that lowered the held-out error.
 
     The errors are ``||missing||^2 / ||added||^2`` on held-out sequences: the difference between the
     student's and the teacher's residuals after the attention, relative to the teacher's attention
@@ -131,8 +131,8 @@ def learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -
 
 
 class RefineTask(TrainingTask):
-    """Trains the attention of one open converted layer on the sequences ``training``; ``slower``
-    is a factor of the learning rate.
+    """The training task of refinement: trains the attention of one open converted layer on the
+    sequences ``training``; ``slower`` multiplies the learning rate.
     """
 
     def __init__(
@@ -152,6 +152,9 @@ class RefineTask(TrainingTask):
         self._slower = slower
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
+        """Return the learning rate after ``step`` steps, relative to the size of each tensor; 0
+        ends the training.
+        """
         width = self._training.chunks[0].inputs.shape[-1]
         # The smaller the error before training is, the smaller the steps must be.
         distance = min(1.0, math.pow(errors[0], _ERROR_POWER))
@@ -159,6 +162,9 @@ class RefineTask(TrainingTask):
         return self._slower * peak * learning_rate_factor(self._settings.steps, step, errors)
 
     def backward(self, batch: list[int]) -> None:
+        """Add to the masters the gradients of the squared error on this process's share of
+        ``batch``.
+        """
         training = self._training
         own = processes.shard_range(training.count)
         size = len(training.chunks[0].inputs)
@@ -178,6 +184,9 @@ class RefineTask(TrainingTask):
 
     @torch.no_grad()
     def error(self) -> float:
+        """Return the squared error on held-out sequences, relative to the size of the teacher's
+        attention update.
+        """
         chunks = self._held_out.chunks
         elements = sum(chunk.targets.numel() for chunk in chunks)
         missing = processes.broadcast_from_rank0(
@@ -186,8 +195,8 @@ class RefineTask(TrainingTask):
         return missing / elements / (self._held_out.energy or 1 / elements)
 
     def _compute_error(self, chunk: "ExampleChunk") -> Tensor:
-        """The student's attention update for the inputs minus its target, times the weight of each
-        token, in float32 or wider.
+        """Return the student's attention update minus its target, times each token's weight, ``[b,
+        T, E]`` in float32 or wider.
         """
         self.load_masters()
         (layer,) = self.layers
@@ -197,7 +206,8 @@ class RefineTask(TrainingTask):
 
 
 class ExampleChunk(NamedTuple):
-    """Some of the sequences for training a layer's attention.
+    """A few training sequences for refining a layer: the student's inputs and the attention updates
+    to learn.
 
     inputs    the student's residuals before the layer, ``[b, T, E]``
     targets   the updates that its attention should add to them, ``[b, T, E]``
@@ -211,7 +221,8 @@ class ExampleChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class RefineExamples:
-    """Sequences for training a layer's attention.
+    """All training or held-out sequences for refining a layer, with the size of the teacher's
+    attention update.
 
     chunks  this process's share of them, in the walk's chunks
     energy  the weighted mean square of the teacher's attention update, over those of all processes
@@ -227,8 +238,8 @@ class RefineExamples:
 def make_examples(
     update: AttentionUpdate, layer: OpenLayer, chunks: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> RefineExamples:
-    """Compute a layer's training examples. Every process must call this, with its share of the
-    sequences.
+    """Return the sequences on which a layer is refined or evaluated. Every process must call this,
+    with its share of the sequences.
 
     A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
     output, and the student's residual stream; ``update`` is the teacher's.

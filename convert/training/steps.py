@@ -49,8 +49,8 @@ def scale_adam_steps(
     slices: Slices,
     channels: Channels,
 ) -> None:
-    """Make the steps of a new ``optimizer`` relative to its tensors, which are among ``named`` and
-    whose ``sizes`` multiply the learning rates.
+    """Make the steps of a new ``optimizer`` relative to its tensors: their sizes in ``sizes``
+    multiply the learning rate, by names in ``named``.
 
     Each tensor gets its own parameter group, which records its ``size``; weight decay still uses
     the learning rate before scaling. Steps of ``slices`` of the constant channel are multiplied by
@@ -100,7 +100,9 @@ def scale_adam_steps(
 
 
 def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
-    """A view of the slice in the local shard of ``tensor``; empty if another process has it."""
+    """Return a view of the constant channel's slice in this process's shard of ``tensor``; empty if
+    another process has it.
+    """
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # Tensors are sharded along their first axis: every process has a part of a slice along another
     # one.
@@ -115,7 +117,8 @@ def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
 
 
 def measure_tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
-    """The root mean square of every tensor; a bias gets that of its weight.
+    """Return the root mean square of every tensor by name, which scales its training steps; a bias
+    gets that of its weight.
 
     The constant channel is ignored because it is large but hardly moves, and zeros because those of
     padded heads never move.
@@ -131,13 +134,13 @@ def measure_tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
 
 
 def _compute_mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
-    """The mean square of all elements that are not zero, or of those along ``axis``."""
+    """Return the mean square of all elements that are not zero, or of those along ``axis``."""
     return tensor.square().sum(axis) / (tensor != 0).sum(axis).clamp_min(1)
 
 
 def measure_channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
-    """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row
-    sizes ``[m]``.
+    """Return the relative sizes of the rows ``[m, 1]`` and columns ``[n]`` of each matrix by name;
+    its bias gets the row sizes ``[m]``.
 
     A relative size is the row's or column's root mean square divided by the matrix's, ignoring the
     zeros of padded heads.
@@ -164,8 +167,8 @@ def measure_channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tens
 
 
 def freeze_constant_channel(named: Named) -> dict[str, ConstantSlice]:
-    """Freeze the latents' norms among the parameters ``named``; returns the constant channel's
-    slices by name.
+    """Freeze the latents' norms among the parameters ``named``; return the slices of the latents'
+    constant channel by tensor name.
     """
     for name in list_latent_norms(named):
         named[name].requires_grad_(False)
@@ -173,8 +176,8 @@ def freeze_constant_channel(named: Named) -> dict[str, ConstantSlice]:
 
 
 def scale_gradients(named: Named, slices: Slices) -> None:
-    """Multiply the gradients of ``slices`` by their paces, so that gradient clipping counts them as
-    they move.
+    """Multiply the gradients of the constant channel's ``slices`` by the factors of their steps, so
+    that gradient clipping counts them correctly.
     """
     with torch.no_grad():
         for name, part in slices.items():
@@ -183,7 +186,9 @@ def scale_gradients(named: Named, slices: Slices) -> None:
 
 
 def has_constant_channel(checkpoint: Checkpoint) -> bool:
-    """True if every latent in the checkpoint has the constant channel (`mla.encode`)."""
+    """True if every latent in the checkpoint has a channel that is constant, as layout ``free``
+    writes it.
+    """
     if not is_mla_config(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {
@@ -197,8 +202,8 @@ def has_constant_channel(checkpoint: Checkpoint) -> bool:
 
 
 def check_constant_channel(state: Named, checkpoint: Checkpoint) -> None:
-    """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
-    ``checkpoint``.
+    """Raise KvfoldError if training changed the latents' constant channel: ``state`` must contain
+    the same values as ``checkpoint``.
     """
     frozen = {name: s for name, s in find_constant_slices(state).items() if s.pace == 0}
     for name in [*list_latent_norms(state), *frozen]:
@@ -207,6 +212,6 @@ def check_constant_channel(state: Named, checkpoint: Checkpoint) -> None:
             values = [value.select(frozen[name].axis, frozen[name].index) for value in values]
         if not torch.equal(*values):
             raise KvfoldError(
-                f"tensor {name!r}: training changed the latent's constant channel, which must stay fixed;"
-                " please report it"
+                f"tensor {name!r}: training changed the latent's constant channel, which must stay"
+                " fixed; please report it"
             )

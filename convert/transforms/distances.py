@@ -12,9 +12,9 @@ mixture of distances up to the full context,
     tail(delta) ~ 1 / (1 + delta)       the same weight for every octave of distances
     flat(delta) ~ reach - delta         the distances of two tokens drawn from the context
 
-Transforms use the mixture through averages of rotations (`compute_rotary_moments`), computed as exact sums.
-The tail and the flat part are the same for all heads and layers, so the long sum over the context
-is computed once per model; only the short profiles are summed for each head.
+Transforms use the mixture through averages of rotations (`compute_rotary_moments`), computed as
+exact sums. The tail and the flat part are the same for all heads and layers, so the long sum over
+the context is computed once per model; only the short profiles are summed for each head.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,8 @@ CHUNK = (
 
 @dataclass(frozen=True)
 class DistanceMixture:
-    """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``; the rest is ``profile [H,
+    """A probability distribution over query-key distances ``delta < reach``, for each head: shares
+    ``tail`` (1/delta-like) and ``flat`` (uniform positions), the rest is the measured ``profile [H,
     S]``. Float64.
     """
 
@@ -57,7 +58,8 @@ class DistanceMixture:
 def mix_distances(
     profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None
 ) -> DistanceMixture:
-    """The mixture above for ``profile [H, S]`` and a model that must support ``context`` positions.
+    """Return a distribution over query-key distances that mixes the measured ``profile [H, S]``
+    with longer distances, for a model that must support ``context`` positions.
 
     It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is
     longer. ``uniform`` is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share
@@ -69,8 +71,8 @@ def mix_distances(
 
 
 def compute_rotary_moments(distances: DistanceMixture, speed: Tensor) -> Tensor:
-    """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head: complex128 ``[H, n,
-    n]``.
+    """Return the average rotations ``E e^{-i (speed_a - speed_b) delta}`` over each head's
+    query-key distances: complex128 ``[H, n, n]``.
 
     This is the second moment of the waves ``e^{-i speed delta}`` for ``speed [n]`` in radians per
     position. A speed of 0 yields their means, a pair of speeds ``w, -w`` the averages over sums of
@@ -88,8 +90,8 @@ def compute_rotary_moments(distances: DistanceMixture, speed: Tensor) -> Tensor:
 
 
 def average_rotation_factors(distances: DistanceMixture, theta: Tensor) -> Tensor:
-    """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each
-    of ``theta [L]``.
+    """Return each head's mean rotation by each of the angles ``theta [L]`` per position, ``E e^{-i
+    theta_l delta}``: complex ``[H, L]``.
     """
     speed = theta.double()
     return compute_rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
@@ -99,7 +101,9 @@ def average_rotation_factors(distances: DistanceMixture, theta: Tensor) -> Tenso
 def _compute_shared_moment(
     reach: int, tail: float, flat: float, speed: tuple[float, ...]
 ) -> Tensor:
-    """`_sum_rotary_moment` of the tail and the flat part, ``[n, n]``, which all heads share."""
+    """Return the part of the average rotations that all heads share, ``[n, n]``: that of the
+    ``tail`` and ``flat`` parts of a `DistanceMixture`.
+    """
     ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
     octaves = 1 / ahead.flip(0)
     weights = tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
@@ -107,8 +111,8 @@ def _compute_shared_moment(
 
 
 def _sum_rotary_moment(weights: Tensor, speed: Tensor) -> Tensor:
-    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, summed in chunks
-    of distances.
+    """Return ``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, for
+    ``weights [reach]`` and ``speed [n]`` in radians per position.
     """
     result = torch.zeros(len(speed), len(speed), dtype=torch.complex128, device=speed.device)
     # A single product would need memory for one wave per frequency and distance.

@@ -35,7 +35,8 @@ SHRINK = 0.03
 
 @dataclass(frozen=True)
 class LinearizedNorm(Tensors):
-    """A projection and its norm as one linear map, with its parts.
+    """The linear map that approximates a projection followed by a norm, and the parts it is made
+    of.
 
     rows: ``[n, D, F]`` (``F = E + 1``, bias last)
     divisor: ``[n]``, what the norm divides each head by (1 without a norm)
@@ -52,14 +53,17 @@ class LinearizedNorm(Tensors):
 
     @property
     def affine(self) -> Tensor:
-        """``rows`` plus the norm's bias: the average queries or keys as linear maps of ``x~``."""
+        """The map ``rows`` plus the norm's bias, ``[n, D, F]``: yields the average queries or keys
+        for inputs ``[x; 1]``.
+        """
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
 
 def linearize_norm(
     rows: Tensor, norm: HeadNorm | None, moment: Tensor, divisor: Tensor | None = None
 ) -> LinearizedNorm:
-    """The average linear map of a projection ``rows [n, D, F]`` followed by ``norm``.
+    """Return the average linear map of a projection ``rows [n, D, F]`` followed by ``norm``: the
+    projection divided by one number per head.
 
     ``divisor [n]`` is by default the root mean square for inputs with the second moment ``moment
     [F, F]``.
@@ -79,13 +83,13 @@ def linearize_norm(
 
 
 def has_norms(weights: AttentionWeights) -> bool:
-    """True if queries or keys are normalized."""
+    """True if queries or keys are normalized per head."""
     return weights.q_norm is not None or weights.k_norm is not None
 
 
 def project_with_norms(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, then keys, for ``inputs [N, E]`` with norms applied ``[N, H + G, D]``, and the
-    divisors ``[N, H + G]``.
+    """Return normalized queries and keys ``[N, H + G, D]`` for ``inputs [N, E]``, queries first,
+    and the numbers by which the norms divide, ``[N, H + G]``.
 
     They are not rotated and have the dtype of ``inputs``. Divisors are 1 for queries or keys
     without a norm.
@@ -115,11 +119,11 @@ def project_with_norms(weights: AttentionWeights, inputs: Tensor) -> tuple[Tenso
 def linearize_norms(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
-    """Return the layer without norms: queries and keys become the linear maps closest to the
-    normalized ones.
+    """Return the layer without norms on queries and keys: their projections become the linear maps
+    closest to the normalized ones.
 
-    With statistics that contain no text (`make_blank_statistics`) this is the projection divided by one
-    number per head. A map includes a constant if the source has a bias. ``key_constant`` adds a
+    With statistics that contain no text (`make_blank_statistics`) this is the projection divided by
+    one number per head. A map includes a constant if the source has a bias. ``key_constant`` adds a
     constant to keys in any case: a constant key shifts all scores of a query by the same amount, so
     it costs nothing if the layout supports one. Layers without norms are returned unchanged.
     """
@@ -143,8 +147,8 @@ def linearize_norms(
 def linearize_norms_by_divisors(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor | None]:
-    """Replace norms by linear maps as `linearize_norms` does, but divide the keys of each head by
-    one constant; also return these constants ``[G]``, None without norms.
+    """Return the layer without norms, whose key projections are divided by one number per head, and
+    these numbers ``[G]`` (None without norms). Queries are linearized by `linearize_norms`.
 
     The keys, which must have a norm if queries do, are exact up to one factor per token and head.
     """
@@ -162,8 +166,8 @@ def linearize_norms_by_divisors(
 def _fit_linear_map(
     rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
 ) -> Tensor:
-    """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows``
-    if it is None.
+    """Return the linear map ``[n, D, E+1]`` closest to the projection ``rows [n, D, E+1]`` followed
+    by ``norm``; ``rows`` if it is None.
 
     ``heads`` selects these heads in the statistics. Without ``constant`` the last column of ``L``
     is zero.
@@ -188,7 +192,8 @@ def _fit_linear_map(
 def _divide_by_constant(
     rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice
 ) -> LinearizedNorm:
-    """``L_0``: the projection ``rows [n, D, E+1]`` followed by ``norm``, over one number per head.
+    """Return the projection ``rows [n, D, E+1]`` followed by ``norm``, approximated by division by
+    one number per head.
 
     Without text, this is the root mean square for uncorrelated inputs.
     """
@@ -200,8 +205,8 @@ def _divide_by_constant(
 
 
 def subtract_mean(rows: Tensor, norm: HeadNorm) -> Tensor:
-    """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS
-    norms remove none.
+    """Return ``rows [n, D, F]`` minus the mean over dims that a layer norm removes; unchanged for
+    RMS norms.
     """
     if norm.kind == "rms":
         return rows
@@ -209,14 +214,17 @@ def subtract_mean(rows: Tensor, norm: HeadNorm) -> Tensor:
 
 
 def compute_divisors(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """The divisors ``[n]`` for rows from `subtract_mean`, from the second moment ``[F, F]`` of the inputs
-    ``[x; 1]``.
+    """Return the root mean squares ``[n]`` by which ``norm`` divides the heads with projections
+    ``rows [n, D, F]``, from the second moment ``[F, F]`` of the inputs ``[x; 1]``. The rows are
+    centered.
     """
     return _compute_root_mean_squares(((rows @ moment) * rows).sum(-1).mean(-1), norm)
 
 
 def _compute_root_mean_squares(square: Tensor, norm: HeadNorm) -> Tensor:
-    """The divisors for the mean squares ``[n, ...]`` of the heads."""
+    """Return the numbers by which ``norm`` divides, from the mean squares ``square [n, ...]`` of
+    the heads.
+    """
     if norm.extent == "flat":
         square = square.mean(0, keepdim=True).expand_as(square)
     return (square + norm.eps).sqrt()

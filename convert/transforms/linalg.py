@@ -16,15 +16,16 @@ from kvfold.convert.transforms.weights import LayerStatistics
 # of the shipped model change by less than 5e-5 of their value.
 RIDGE = 1e-9
 
-# Pull of `fit_output_projection` toward the present projection, relative to the mean energy of the heads'
+# Pull of `fit_output_projection` toward the present projection, relative to the mean energy of the
+# heads'
 # dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out sequences
 # decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
 
 
 def compute_input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
-    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by
-    ``ridge``.
+    """Return the second moment ``[E+1, E+1]`` of the inputs with a constant 1 appended, plus
+    ``ridge`` times the identity in units of their energy.
     """
     gram = statistics.gram.double()
     moment = torch.nn.functional.pad(gram, (0, 1, 0, 1), value=1.0)
@@ -37,38 +38,38 @@ def compute_input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> T
 
 
 def compute_covariance(moment: Tensor) -> Tensor:
-    """The covariance ``[E, E]`` of the inputs, from ``moment [E+1, E+1]`` as returned by
-    `compute_input_moment`.
+    """Return the covariance ``[E, E]`` of the inputs from their second moment ``[E+1, E+1]``
+    (`compute_input_moment`).
     """
     mean = moment[-1, :-1]
     return moment[:-1, :-1] - torch.outer(mean, mean)
 
 
 def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Append ``bias [n, D]`` (or zeros) to ``weight [n, D, E]`` as the weight of a constant input:
-    float64.
+    """Return ``weight [n, D, E]`` in float64 with ``bias [n, D]`` (or zeros) appended as a last
+    column, ``[n, D, E+1]``.
     """
     column = weight.new_zeros(weight.shape[:-1]) if bias is None else bias
     return torch.cat((weight.double(), column.double()[..., None].to(weight.device)), -1)
 
 
 def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
-    """Split ``rows [n, D, E+1]`` from `append_bias` into weight and bias; None unless the bias is
-    ``present``.
+    """Split ``rows [n, D, E+1]`` into weight ``[n, D, E]`` and bias ``[n, D]``, the last column;
+    the bias is None unless ``present``.
     """
     return rows[..., :-1], rows[..., -1] if present else None
 
 
 def compute_joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
-    """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and
-    ``moment [F, F]``.
+    """Return second moments ``[n, D, n, D]`` between all dims of all heads, from projections ``rows
+    [n, D, F]`` and the inputs' ``moment [F, F]``.
     """
     return torch.einsum("iaf,jbf->iajb", rows @ moment, rows)
 
 
 def compute_head_moments(rows: Tensor, moment: Tensor) -> Tensor:
-    """The second moment ``[n, D, D]`` of each head separately, from ``rows [n, D, F]`` and ``moment
-    [F, F]``.
+    """Return the second moment ``[n, D, D]`` of each head alone, from projections ``rows [n, D,
+    F]`` and the inputs' ``moment [F, F]``.
     """
     return (rows @ moment) @ rows.mT
 
@@ -107,8 +108,8 @@ def compute_metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
-    """``X [..., n, m]`` with ``(gram + damping e I) X = residual``; ``e`` is the mean diagonal
-    element of ``gram``.
+    """Return ``X [..., n, m]`` with ``(gram + damping e I) X = residual``, where ``e`` is the mean
+    diagonal element of ``gram [..., n, n]``.
 
     One least-squares step from a present solution, ``residual = cross - gram @ present``: damping
     keeps the present solution in directions in which ``gram [..., n, n]`` has no energy.
@@ -121,7 +122,8 @@ def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
 
 
 def fit_output_projection(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
-    """The output projection ``W [E, n]`` by ridge regression, pulled toward ``present``.
+    """Return the output projection ``W [E, n]`` fitted by ridge regression toward ``present [E,
+    n]``.
 
     It minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2`` for the results ``z`` of the
     heads. ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, both
@@ -133,8 +135,8 @@ def fit_output_projection(present: Tensor, gram: Tensor, missing: Tensor) -> Ten
 
 
 def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
-    """``rows [..., D, n]`` with the complex pairs ``x[l] + i x[l + L]`` along ``D`` multiplied by
-    ``factors [..., L]``; other dims stay.
+    """Return ``rows [..., D, n]`` with each complex pair ``x[l] + i x[l + L]`` along ``D``
+    multiplied by ``factors [..., L]``; other dims are unchanged.
     """
     pairs = factors.shape[-1]
     real = rows[..., :pairs, :]
@@ -146,8 +148,8 @@ def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def make_pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
-    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
-    y_l) / sqrt 2``.
+    """Return the unitary matrix ``U [D, D]`` that maps half-split rotary pairs to ``(x_l + i y_l) /
+    sqrt 2`` and ``(x_l - i y_l) / sqrt 2``, in which rotation is diagonal.
     """
     # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w =
     # theta, -theta, 0.
@@ -161,12 +163,12 @@ def make_pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
 def average_rotations(
     moment: Tensor, phi: Tensor, pairs: int, right_pairs: int | None = None
 ) -> Tensor:
-    """``E[R moment S^T]`` over rotations ``R`` and ``S`` by one random distance, real ``[..., D,
-    D]``.
+    """Return ``E[R moment S^T]``, the average over rotations ``R`` and ``S`` by one random
+    distance: real ``[..., D, D]``.
 
-    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `make_pair_basis` of rows and
-    columns. The first dims rotate, in ``pairs`` pairs of rows and as many of columns, unless
-    ``right_pairs`` differs.
+    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `make_pair_basis` of
+    rows and columns. The first dims rotate, in ``pairs`` pairs of rows and as many of columns,
+    unless ``right_pairs`` differs.
     """
     rows, columns = moment.shape[-2:]
     left = make_pair_basis(pairs, rows, moment.device)

@@ -8,9 +8,10 @@ accuracy without a sink. So each layer is fitted both ways, and its error on hel
 decides (`weight_tokens_by_attention`).
 
 In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short,
-because its value is almost zero, and the norm would make it as long as all others. `add_sink_channel`
-adds a latent channel that nothing reads and that is large only for sinks: the row ``w`` with the
-largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token receives.
+because its value is almost zero, and the norm would make it as long as all others.
+`add_sink_channel` adds a latent channel that nothing reads and that is large only for sinks: the
+row ``w`` with the largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token
+receives.
 """
 
 from collections.abc import Iterator
@@ -27,23 +28,25 @@ from kvfold.convert.transforms.weights import LayerStatistics
 # not tuned: it gives a sink about the same weight as all other tokens.
 SHARES = (0.0, 0.5)
 
-# Isotropic share of the inputs' energy in the denominator of `add_sink_channel`: rare directions in the
-# text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
+# Isotropic share of the inputs' energy in the denominator of `add_sink_channel`: rare directions in
+# the text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the
+# channel.
 DAMPER_RIDGE = 1e-4
 
 
 def weight_tokens_by_attention(
     statistics: LayerStatistics,
 ) -> Iterator[tuple[float, LayerStatistics]]:
-    """Yield each of `SHARES`, and the statistics with so much received attention in a token's
-    weight; only plain least squares if no received attention was measured.
+    """Yield each share in `SHARES`, and the statistics with this share of every token's weight
+    proportional to the attention that it receives. Only share 0 if that was not measured.
     """
     for share in SHARES if statistics.received_gram is not None else SHARES[:1]:
         yield share, statistics.weight_by_received_attention(share)
 
 
 def add_sink_channel(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
-    """Append the channel described above, with a mean square of one over all tokens.
+    """Return ``latent`` with one more channel that nothing reads and that is large only for
+    attention sinks; its mean square over all tokens is one.
 
     ``statistics`` weigh all tokens equally and include the averages weighted by received attention.
     """

@@ -16,15 +16,15 @@ from torch import Tensor
 
 
 class Tensors:
-    """Base class of dataclasses with tensors, numbers and nested `Tensors`. `map` skips the fields
-    in ``unmapped``; indexing selects heads where all tensors are ``[heads, ...]``.
+    """Base class of dataclasses of tensors, numbers and nested `Tensors`, which can be cast, moved
+    or indexed by heads as a whole.
     """
 
     unmapped: ClassVar[tuple[str, ...]] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with ``change`` (a cast, a move, a choice of heads) applied to all tensors,
-        even nested.
+        even nested ones.
         """
         changed: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]  # a dataclass, in every subclass
@@ -36,6 +36,9 @@ class Tensors:
         return replace(self, **changed)  # type: ignore[type-var]
 
     def __getitem__(self, heads: Sequence[int]) -> Self:
+        """Return a copy with the given ``heads`` only, for a class whose tensors are all ``[heads,
+        ...]``.
+        """
         return self.map(lambda tensor: tensor[heads])
 
 
@@ -68,7 +71,7 @@ class HeadNorm(Tensors):
 
 @dataclass(frozen=True)
 class AttentionWeights(Tensors):
-    """The weights of an attention layer.
+    """The weights of one attention layer, with a separate axis for heads.
 
     q: ``[H, D, E]``
     k, v: ``[G, D, E]``
@@ -94,24 +97,28 @@ class AttentionWeights(Tensors):
 
     @property
     def heads(self) -> int:
+        """The number of query heads ``H``."""
         return self.q.shape[0]
 
     @property
     def kv_heads(self) -> int:
+        """The number of key/value heads ``G``."""
         return self.k.shape[0]
 
     @property
     def head_dim(self) -> int:
+        """The number of dims ``D`` of a head."""
         return self.q.shape[1]
 
     @property
     def model_dim(self) -> int:
+        """The number of dims ``E`` of the residual stream."""
         return self.q.shape[2]
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary embedding of a layer.
+    """The rotary embedding of one attention layer: frequencies and amplitude.
 
     theta: ``[D_rot/2]``, each pair's angle per position in radians, float64; empty without rotation
     amplitude: multiplies rotated queries and rotated keys (YaRN's attention factor), so that scores
@@ -123,10 +130,13 @@ class Rotary:
 
     @property
     def dims(self) -> int:
+        """The number of dims of a head that rotate."""
         return 2 * self.theta.numel()
 
     def expand_amplitude(self, like: Tensor) -> Tensor:
-        """The factor of each dim of a head, ``[D, 1]``, for ``like [heads, D, n]``."""
+        """Return the factor of each dim of a head, ``[D, 1]``, for the projections ``like [heads,
+        D, n]``: the amplitude for rotary dims, 1 for others.
+        """
         factors = like.new_ones(like.shape[1], 1)
         factors[: self.dims] = self.amplitude
         return factors
@@ -134,7 +144,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LayerStatistics(Tensors):
-    """Calibration statistics of one layer, float64.
+    """Statistics of one layer's attention on calibration text, float64.
 
     The last three are None unless queries and keys are normalized: ``n`` are then the queries, and
     behind them the keys, after their norms and before rotation.
@@ -162,11 +172,12 @@ class LayerStatistics(Tensors):
     divisors: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
+        """Return the statistics with all tensors on ``device``."""
         return self.map(lambda tensor: tensor.to(device))
 
     def weight_by_received_attention(self, share: float) -> "LayerStatistics":
-        """Return statistics with tokens weighted by ``1 - share + share * received``; received
-        attention averages 1.
+        """Return statistics in which a token weighs ``1 - share + share * received``, where
+        ``received`` is the attention that it receives; it averages 1.
         """
         if share == 0:
             return self
@@ -184,8 +195,8 @@ class LayerStatistics(Tensors):
 def make_blank_statistics(
     weights: AttentionWeights, scales: Tensor | None = None
 ) -> LayerStatistics:
-    """Statistics without text: every token attends only to itself, and inputs are uncorrelated with
-    mean 0.
+    """Return the statistics to assume without calibration text: every token attends only to itself,
+    and inputs are uncorrelated with mean 0.
 
     The standard deviations of the input channels are ``scales [E]``, 1 by default.
     """

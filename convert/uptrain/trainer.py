@@ -1,8 +1,8 @@
 """The subclass of ``transformers.Trainer`` for uptraining: its arguments, the loss, the relative
 step sizes and the best weights on held-out text.
 
-Steps are relative to each tensor's size as in polishing (`scale_adam_steps`), but not to its rows and
-columns.
+Steps are relative to each tensor's size as in polishing (`scale_adam_steps`), but not to its rows
+and columns.
 """
 
 import math
@@ -58,8 +58,8 @@ _BEST = "best.pt"
 def make_training_arguments(
     request: UptrainRequest, width: int, precision: torch.dtype
 ) -> TrainingArguments:
-    """The trainer's arguments for hidden size ``width``; in distributed runs, also creates the
-    process group.
+    """Return the arguments of transformers' Trainer for hidden size ``width``; in distributed runs,
+    also create the process group.
 
     Raises InputError if the device or the number of processes cannot be used.
     """
@@ -116,7 +116,9 @@ def make_training_arguments(
 
 
 def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype) -> Any:
-    """Load the model to distill from: frozen, in ``dtype``, and unsharded. None without one."""
+    """Load the teacher to distill from: frozen, in ``dtype``, and unsharded. None if the request
+    names no teacher.
+    """
     if request.teacher is None:
         return None
     with closing(open_checkpoint(request.teacher)) as opened:
@@ -129,8 +131,8 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
-    """A trainer of the checkpoint ``source`` on the sequences ``tokens [n, T]``, in their order;
-    drift is measured on ``held_out [m, T]`` unless it is empty.
+    """A transformers Trainer that trains the checkpoint ``source`` on the sequences ``tokens [n,
+    T]`` in their order, and measures drift on ``held_out [m, T]``.
     """
 
     # Every micro-batch's loss is a mean over equally many tokens.
@@ -173,8 +175,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self._sizes = sizes[0]
 
     def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
-        """Train from ``checkpoint`` or from the start; returns the whole tensors on the CPU, on the
-        first process.
+        """Train from ``checkpoint`` or from the start; return the whole tensors by name on the CPU,
+        on the first process.
 
         They are those of the evaluation with the lowest error, which may be the one before
         training.
@@ -187,17 +189,21 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return dict(torch.load(self._best, weights_only=True))
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows logged so far, in order, without that of the whole run."""
+        """Return the rows logged so far, in order, without the summary of the whole run."""
         # Trainer sorts the keys of rows that it saves: a resumed run must write the same bytes.
         history = self.state.log_history
         return [dict(sorted(row.items())) for row in history if "train_runtime" not in row]
 
     def _gather_state(self) -> dict[str, Tensor]:
+        """Return the model's whole tensors by name on the CPU, gathered from all shards; empty on
+        other processes than the first.
+        """
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
         state = self.accelerator.get_state_dict(model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
     def create_optimizer(self, *arguments: Any) -> Any:
+        """Create Trainer's optimizer with steps relative to each tensor's size."""
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments)
             parameters = dict(self.model.named_parameters())
@@ -205,11 +211,14 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        """The learning rate for the log, before it is multiplied by a tensor's size."""
+        """Return the learning rate for the log, before it is multiplied by a tensor's size."""
         group = self.optimizer.param_groups[0]
         return float(group["lr"] / group["size"])
 
     def training_step(self, *arguments: Any) -> Tensor:
+        """Run one micro-batch, and scale the gradients of the constant channel once all of a step
+        are there; returns the loss.
+        """
         loss: Tensor = super().training_step(*arguments)
         # The gradients of all micro-batches are there: what comes next is clipping.
         if self.accelerator.sync_gradients:
@@ -217,6 +226,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        """Return the KL from the teacher, or the next-token loss without one, in nats per token."""
         tokens = inputs["input_ids"].long()
         logits = model(input_ids=tokens, use_cache=False).logits
         if self._teacher is None:
@@ -225,8 +235,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def _compute_teacher_logits(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """The teacher's logits for the vocabulary of the student's logits ``like``; a larger
-        sibling may pad its own further. Without a teacher, ``like``.
+        """Return the teacher's logits for ``tokens``, cut to the vocabulary of the student's logits
+        ``like [B, T, V]``; ``like`` without a teacher.
         """
         if self._teacher is None:
             return like
@@ -235,8 +245,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Loss on held-out text; with a teacher, also the KL from it and the excess
-        loss over it. Saves the weights if they are the best so far.
+        """Return the loss on held-out text and, with a teacher, the KL from it and the excess over
+        its loss, in nats per token. Saves the weights if they are the best so far.
         """
         self.model.eval()
         rows = []
@@ -268,17 +278,20 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
 
 def select_held_out_error(row: dict[str, float]) -> float:
-    """What the best weights have least of: the KL from the teacher, or the loss without one."""
+    """Return the figure of a logged evaluation that the best weights minimize: the KL from the
+    teacher, or the loss without a teacher.
+    """
     return row.get("eval_kl", row["eval_loss"])
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Shows the rows of the log on stderr, and ends a run whose loss is not finite."""
+    """Prints each row of Trainer's log to stderr, and ends a run whose loss is not finite."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet or not launched_as_rank0()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Evaluate after the last step, and write a log row before each checkpoint."""
         ends = state.global_step >= state.max_steps
         if ends:
             control.should_evaluate = args.eval_strategy != "no"
@@ -287,6 +300,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Print the newest log row. Raises InputError if its loss is NaN or infinite."""
         row = state.log_history[-1]
         if not math.isfinite(row.get("loss", 0.0) + row.get("eval_loss", 0.0)):
             raise InputError(

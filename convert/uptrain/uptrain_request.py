@@ -18,8 +18,7 @@ from kvfold.convert.training.budget import BATCH_TOKENS
 
 @dataclass(frozen=True)
 class UptrainRequest(Request):
-    """The options of ``kvfold uptrain``, whose ``--help`` describes them; field names have
-    underscores.
+    """The options of ``kvfold uptrain``, validated.
 
     Raises InputError, listing all problems, if values are invalid. Path objects are accepted and
     converted to strings.
@@ -87,6 +86,7 @@ class UptrainRequest(Request):
     trust_remote_code: bool = trust_option()
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the field and the message of each problem that involves more than one option."""
         if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
             yield (
                 "batch_tokens",
@@ -96,11 +96,11 @@ class UptrainRequest(Request):
 
     @property
     def sequences(self) -> int:
-        """The number of sequences in a global batch."""
+        """The number of sequences per optimizer step, summed over all processes."""
         return self.batch_tokens // self.seq_len
 
     @property
     def work(self) -> Path:
-        """The folder next to OUT for the run's checkpoints."""
+        """The folder ``OUT.training``, which holds the checkpoints of the run."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")

@@ -69,8 +69,8 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Uptrained:
-    """What ``kvfold.json`` says about the training, under ``uptraining``; empty except on the first
-    process.
+    """The result of uptraining: what ``kvfold.json`` says about it under ``uptraining``; empty
+    except on the first process.
 
     ``record["log"]`` holds the rows that Trainer logged. If drift was measured,
     ``record["held_out"]`` holds the row ``before`` training and that ``after``, of the state that
@@ -80,6 +80,7 @@ class Uptrained:
     record: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
         return dict(self.record)
 
 
@@ -117,6 +118,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
 
 
 def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
+    """Train the open checkpoint ``source`` as ``request`` asks, and write the result to OUT."""
     from kvfold.convert.uptrain.trainer import (
         Uptrainer,
         load_teacher,
@@ -163,8 +165,8 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:
-    """Read the config, tokenizer, license and Python files, ``kvfold.json`` and the model card of
-    ``source``, by name.
+    """Return the bytes of the files of ``source`` that are not weights, by name: config, tokenizer,
+    license and Python files, ``kvfold.json`` and the model card.
 
     Raises InputError if a file links out of the folder, is not a regular file or has an invalid
     format.
@@ -179,7 +181,8 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
 
 
 def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path | None:
-    """Prepare ``OUT.training``. Returns the newest complete checkpoint there, or None for a start.
+    """Prepare the folder ``OUT.training``. Returns the newest complete checkpoint in it, or None if
+    training starts anew.
 
     Raises InputError if it is of a run with other options or of files of MODEL, the teacher or the
     text that have changed since, or if the folder contains links or other files: what is read from
@@ -193,8 +196,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         before = parse_json_object(started, read_bytes(started))
     if links or (any(work.glob("*")) and before.keys() != {"options", "files"}):
         raise InputError(
-            f"{work}: the training writes its checkpoints into this folder, but it contains links or"
-            " files of something else; move them away or choose another OUT"
+            f"{work}: the training writes its checkpoints into this folder, but it contains links"
+            " or files of something else; move them away or choose another OUT"
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
@@ -210,8 +213,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         write_small_file(started, now)
     elif before != json.loads(now):
         raise InputError(
-            f"{work} has an interrupted run with other options, or its model or text has changed since;"
-            " use the same options and files to continue it, or --fresh to discard it"
+            f"{work} has an interrupted run with other options, or its model or text has changed"
+            " since; use the same options and files to continue it, or --fresh to discard it"
         )
     else:
         print(f"resuming from {checkpoint.name} (--fresh starts over)", file=sys.stderr)
@@ -219,7 +222,9 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
 
 
 def _find_newest_checkpoint(work: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
+    """Return the newest training checkpoint in ``work`` that was written to its end; None if there
+    is none.
+    """
     states = work.glob(f"checkpoint-[0-9]*/{STATE}")
     for state in sorted(states, key=os.path.getmtime, reverse=True):
         with suppress(InputError):
@@ -231,7 +236,7 @@ def _find_newest_checkpoint(work: Path) -> Path | None:
 def draw_tokens(
     request: UptrainRequest, source: Checkpoint, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """The sequences to train on, ``[steps * n, T]``, in their order, and those held out,
+    """Return the training sequences ``[steps * n, T]`` in their order, and the held-out sequences
     ``[m, T]``; both int32.
 
     Raises InputError if the text is unreadable, too short or does not fit the model.
@@ -258,8 +263,8 @@ def _write_checkpoint(
     state: Mapping[str, Tensor],
     training: Mapping[str, Any],
 ) -> None:
-    """Write the ``state`` of the trained ``model`` to OUT atomically, with the names, dtypes and
-    shapes of ``source``. ``training`` is the record of the run for ``kvfold.json``.
+    """Write the trained weights ``state`` of ``model`` to OUT atomically, with the names, dtypes
+    and shapes of ``source``.
     """
     # Files of a base model lack the prefix of the whole model's names.
     prefix = f"{model.base_model_prefix}."
@@ -269,8 +274,8 @@ def _write_checkpoint(
     }
     if unknown := stored.keys() - source.tensors.keys() - model.all_tied_weights_keys.keys():
         raise KvfoldError(
-            f"tensor {min(unknown)!r} was trained, but {source.origin} has no tensor of this name; OUT"
-            " was not written, please report this"
+            f"tensor {min(unknown)!r} was trained, but {source.origin} has no tensor of this"
+            " name; OUT was not written, please report this"
         )
     # Tensors that transformers does not load, such as inv_freq of old models, are copied.
     planned = [
@@ -309,14 +314,14 @@ def _write_checkpoint(
 
 
 def format_summary(request: UptrainRequest, uptrained: Uptrained) -> str:
-    """A summary of the result for users, one to four lines long."""
+    """Return a summary of the result for users, one to four lines long."""
     tokens = request.steps * request.batch_tokens
     wrote = f"wrote {request.out}: {request.steps} steps, {tokens} tokens"
     return "\n".join([wrote, *_format_held_out_figures(uptrained.record)])
 
 
 def _format_held_out_figures(record: Mapping[str, Any]) -> list[str]:
-    """A line for each figure on held-out text, before and after training."""
+    """Return one line for each figure on held-out text: its value before and after training."""
     rows = record.get("held_out", {"before": {}})
     return [
         f"held-out {title}: {rows['before'][name]:.4f} -> {rows['after'][name]:.4f} nats per token"

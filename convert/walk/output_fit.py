@@ -33,7 +33,7 @@ Weights = TypeVar("Weights", bound=AttentionWeights | LatentWeights)
 
 @dataclass(frozen=True)
 class AttentionUpdate:
-    """The update that a layer's attention adds to the residual: ``scale * norm(output)``.
+    """How a layer adds its attention output to the residual stream: ``scale * norm(output)``.
 
     ``norm`` is the name of a module in the layer, or None if the output is added without a norm. In
     parallel blocks the update is only the attention's part of the sum that the layer adds.
@@ -53,8 +53,8 @@ UNCHANGED = AttentionUpdate()
 
 
 def compute_token_weights(*residuals: Tensor) -> Tensor:
-    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; of several residuals
-    the one with the largest RMS counts.
+    """Return one weight per token, ``[..., 1]``: one over the RMS of its residual ``[..., E]``, of
+    several residuals the largest.
     """
     square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(
         0
@@ -70,8 +70,8 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def refit_output_projection(step: Step, weights: Weights, update: AttentionUpdate) -> Weights:
-    """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
-    residual stream.
+    """Return ``weights`` with the output projection (and bias, if any) refitted, so that the
+    student's residual stream after the attention matches the teacher's.
 
     They are unchanged if the error of the residual after the attention on held-out sequences does
     not fall, if the layer does not expose its heads' results, or if the model family normalizes the
@@ -116,8 +116,9 @@ def _yield_regressions(
     scale: float,
     chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> Iterator[_Regression]:
-    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded
-    heads' results.
+    """Yield for each chunk of sequences the heads' results ``[N, n]``, their projection's targets
+    ``[N, E]`` and token weights ``[N]``. Yields nothing if the recorded results do not explain the
+    attention output.
 
     A chunk has the teacher's residual stream before the layer, its attention's output, and the
     student's residual stream.
@@ -147,8 +148,8 @@ def _yield_regressions(
 
 
 def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
-    """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all
-    processes.
+    """Return the weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of
+    all processes; ``z`` are the heads' results.
     """
     count = len(present[0])
     gram = present.new_zeros(count, count)
@@ -171,8 +172,8 @@ def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tup
 def _fit_if_better(
     present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
 ) -> Tensor | None:
-    """Return the fitted projection; None if its weighted squared error on ``held_out`` is not below
-    that of ``present``.
+    """Return the refitted output projection ``[E, n]``; None if its weighted squared error on
+    ``held_out`` is not below that of ``present``.
     """
     fitted = fit_output_projection(present, gram, missing)
     gain = 0.0

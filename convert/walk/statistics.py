@@ -27,8 +27,7 @@ _GRAM_BLOCKS = 4
 
 
 class StatisticsAccumulator:
-    """Accumulates sums over the tokens of a layer in float64, in which products of float32 numbers
-    are exact.
+    """Accumulates the calibration statistics of a layer, batch by batch, in float64.
 
     Pass the layer's ``weights`` for statistics of normalized queries and keys.
     """
@@ -39,7 +38,9 @@ class StatisticsAccumulator:
 
     @torch.no_grad()
     def add(self, output: LayerOutput) -> None:
-        """Add a batch of sequences; the sequences of all batches must have the same length."""
+        """Add a batch of sequences from the recorded ``output`` of the layer; the sequences of all
+        batches must have the same length.
+        """
         inputs = output.attention_input.flatten(0, -2).double()
         assert output.query is not None  # else `compute_queries_and_keys` gives both
         assert output.key is not None
@@ -71,7 +72,9 @@ class StatisticsAccumulator:
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
     def result(self) -> LayerStatistics:
-        """Return the averages over the batches of all processes; there must be at least one."""
+        """Return the statistics averaged over the batches of all processes; there must be at least
+        one.
+        """
         sums = self._sums
         processes.all_reduce(sums.values())
         # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance
@@ -89,7 +92,9 @@ class StatisticsAccumulator:
 
 
 def _compute_gram(rows: Tensor) -> Tensor:
-    """``rows^T rows``, computed in blocks on and above the diagonal: the matrix is symmetric."""
+    """Return ``rows^T rows`` for ``rows [n, E]``, computed in blocks on and above the diagonal: the
+    matrix is symmetric.
+    """
     width = rows.shape[1]
     gram = rows.new_zeros(width, width)
     bounds = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
@@ -105,8 +110,8 @@ def compute_queries_and_keys(
     layer: int,
     arguments: LayerArguments,
 ) -> LayerOutput:
-    """Return ``output`` with queries and keys computed from the layer's ``weights``; ``arguments``
-    are the layer's.
+    """Return the recorded ``output`` with queries and keys computed from the layer's ``weights``,
+    for stock classes whose own cannot be recorded.
 
     ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the
     bias ``slope_h j`` for position ``j``.

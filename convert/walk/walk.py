@@ -72,7 +72,8 @@ _JUDGED_TOKENS = 2048
 
 @dataclass
 class TeacherLayer:
-    """An open layer of the source, to which students compare theirs.
+    """An open layer of the source model with its inputs and outputs, to which students compare
+    theirs.
 
     index: the number of the layer.
     layer: the layer itself, in memory.
@@ -95,8 +96,7 @@ class TeacherLayer:
 
 
 class Teacher:
-    """The source model in a walk: runs its residual streams through each layer once, for any number
-    of students.
+    """The source model in a walk: each layer runs once, for any number of students.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the
     held-out sequences are run. Statistics begin with layer ``statistics_from``; ``model`` as in
@@ -120,7 +120,9 @@ class Teacher:
         self._calibration = [] if calibration is None else embed_tokens(source, calibration)
 
     def layers(self) -> Iterator[TeacherLayer]:
-        """Yield every layer in order. Raises InputError if its outputs are not finite."""
+        """Yield every layer in order, after running it. Raises InputError if its outputs are not
+        finite.
+        """
         for index in range(self.stream.layers):
             with self.stream.open_layer(index) as layer:
                 opened = self._run_layer(layer)
@@ -131,6 +133,9 @@ class Teacher:
                 opened.calibration.clear()
 
     def _run_layer(self, layer: OpenLayer) -> TeacherLayer:
+        """Run ``layer`` on the calibration and held-out sequences, and return it with its outputs
+        and statistics.
+        """
         opened = TeacherLayer(layer.index, layer, self.held_out, [], self._calibration[:], [])
         if self._calibration and layer.index >= self._statistics_from:
             opened.statistics, opened.inputs = gather_statistics(
@@ -147,7 +152,7 @@ class Teacher:
 
 
 class Student:
-    """The converted model as a stream of layers, available before its checkpoint is complete.
+    """The converted model, whose layers can be run before its checkpoint is complete.
 
     It always runs from the tensors in its files. A candidate for a layer is encoded into the
     tensors of the converted checkpoint, rounded to the dtype in which they will be stored, and read
@@ -190,13 +195,13 @@ class Student:
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use ``tensors``, named and shaped as in the converted files, as one converted layer,
-        instead of those of the previous `put`.
+        """Set the computed tensors of the converted layer that is run next, named and shaped as in
+        the converted files.
         """
         self._put = tensors
 
     def _read_tensor(self, name: str) -> Tensor:
-        """The tensor that the converted checkpoint will contain under ``name``."""
+        """Return the tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
         if planned.source is None:
             tensor = self._put[name]
@@ -212,7 +217,8 @@ class Student:
 
 
 class Walk:
-    """One student's pass through all layers: iterating yields each layer's `Step`.
+    """One pass of a student through all layers alongside its teacher; iterating yields a `Step` per
+    layer.
 
     The student runs the calibration sequences if the teacher does. Do not iterate over walks
     that share a teacher: make a `Step` of every walk for each of the teacher's layers instead.
@@ -226,13 +232,14 @@ class Walk:
         self.calibration = [] if tokens is None else embed_tokens(student.stream, tokens)
 
     def __iter__(self) -> "Iterator[Step]":
+        """Yield a `Step` for each layer, in order."""
         for layer in self.teacher.layers():
             yield Step(layer, self)
 
     @torch.no_grad()
     def measurement(self) -> DriftMeasurement:
-        """Compare the whole student with the teacher on the held-out sequences, after the last
-        layer.
+        """Return the drift of the whole student from the teacher on the held-out sequences; call it
+        after the last layer.
         """
         source = self.teacher.stream
         student = self.student.stream
@@ -248,7 +255,7 @@ class Walk:
 
 
 class Step:
-    """One layer of a walk, while the teacher's layer is open.
+    """One layer of a walk, open in the teacher, to be converted or left unchanged in the student.
 
     Call one of `advance` and `advance_unchanged`: both residual streams have then passed the layer.
     ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`). ``held_out`` and
@@ -266,8 +273,8 @@ class Step:
 
     @torch.no_grad()
     def error(self, weights: Any) -> float:
-        """Return ``||y - y'||^2 / ||y||^2`` of the attention output on held-out sequences with
-        candidate ``weights``, as they would be stored.
+        """Return the relative squared error ``||y - y'||^2 / ||y||^2`` of the attention output on
+        held-out sequences if the layer had the candidate ``weights``.
 
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
@@ -287,7 +294,9 @@ class Step:
 
     @torch.no_grad()
     def advance(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use ``tensors`` for the layer and advance the student through it."""
+        """Set the layer's converted ``tensors``, and run the student's residual streams through the
+        layer.
+        """
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
             self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
@@ -295,7 +304,9 @@ class Step:
 
     @torch.no_grad()
     def advance_unchanged(self) -> None:
-        """Leave the student's layer as in the source, and advance the student through it."""
+        """Leave the student's layer as in the source, and run the student's residual streams
+        through it.
+        """
         layer = self.teacher.layer
         for chunk, output in enumerate(self.teacher.outputs):
             # Before the first converted layer both streams are identical, so the student reuses the
@@ -307,6 +318,7 @@ class Step:
 
     def _advance_calibration(self, layer: OpenLayer) -> None:
         # Nothing is fitted after the last layer.
+        """Run the student's residual streams of the calibration sequences through ``layer``."""
         if self.index + 1 < self.student.stream.layers:
             with self.student.stream.use_training_precision():
                 self.calibration[:] = [layer(hidden).states for hidden in self.calibration]
@@ -320,8 +332,8 @@ def gather_statistics(
     model: Model | None = None,
     attention: list[Tensor] | None = None,
 ) -> tuple[LayerStatistics, Tensor]:
-    """Return a layer's statistics over ``states``, and its attention inputs for the first chunk,
-    ``[n, E]``.
+    """Return a layer's calibration statistics for the residual streams ``states``, and its
+    attention inputs for the first chunk, ``[n, E]``.
 
     Both cover the sequences of all processes. ``model`` says where the layer's attention weights
     are; it is needed for statistics of normalized queries and keys, and for attention whose queries
@@ -359,8 +371,8 @@ def gather_statistics(
 def run_layer(
     source: CheckpointStream, layer: OpenLayer, states: Hidden, attention: list[Tensor] | None
 ) -> None:
-    """Replace ``states`` by the layer's outputs; its attention's outputs are added to
-    ``attention``, if it is given. Raises InputError if the outputs are not finite.
+    """Replace the residual streams ``states`` by the layer's outputs, and append its attention's
+    outputs to ``attention``, if it is given. Raises InputError if the outputs are not finite.
     """
     for chunk, hidden in enumerate(states):
         output = layer(hidden)
@@ -372,8 +384,8 @@ def run_layer(
 
 @torch.no_grad()
 def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> Hidden:
-    """The residual streams after the last layer for ``tokens [N, T]``, in chunks; loads one layer
-    at a time.
+    """Return the residual streams after the last layer for ``tokens [N, T]``, in chunks; one layer
+    is in memory at a time.
     """
     states = embed_tokens(stream, tokens)
     for index in range(stream.layers):
@@ -384,8 +396,8 @@ def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> Hidden:
 
 @torch.no_grad()
 def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> Hidden:
-    """Embed ``tokens [N, T]`` as inputs of the first layer, in chunks sized for the stream's
-    device.
+    """Return the residual streams before the first layer for ``tokens [N, T]``, in chunks sized for
+    the stream's device.
     """
     chunks = torch.split(tokens, choose_chunk_size(stream.device, tokens.shape[1]))
     states = [stream.embed(chunk) for chunk in chunks]
@@ -395,12 +407,13 @@ def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> Hidden:
 
 
 def choose_chunk_size(device: torch.device, length: int) -> int:
-    """The number of sequences with ``length`` tokens in one layer call."""
+    """Return how many sequences of ``length`` tokens go through a layer in one call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
 
 
 def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
-    """Raise InputError unless ``states`` are finite; name the stored tensor at fault.
+    """Raise InputError if ``states`` contain NaN or infinity; the message names the stored tensor
+    at fault.
 
     ``states`` are the outputs of ``layer`` for finite inputs; None means the embeddings or the
     output head.

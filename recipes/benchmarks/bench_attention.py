@@ -4,11 +4,11 @@ roofline.
     python recipes/benchmarks/bench_attention.py --json recipes/results/attention_cpu.json
 
 Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context
-for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``attend_to_latents``
-over the same cache), with the bytes it must read and the operations it must do next to the time;
-and the peak memory of one call by length. With ``--budgets`` instead: the times of blocked
-attention and of ``attend_to_latents`` by the number of scores held at once. Rounds go through all
-candidates in turn, so that a busy moment meets all of them; the fastest counts.
+for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by
+``attend_to_latents`` over the same cache), with the bytes it must read and the operations it must
+do next to the time; and the peak memory of one call by length. With ``--budgets`` instead: the
+times of blocked attention and of ``attend_to_latents`` by the number of scores held at once. Rounds
+go through all candidates in turn, so that a busy moment meets all of them; the fastest counts.
 """
 
 import argparse

@@ -37,16 +37,16 @@ TINY = 1e-100
 
 @dataclass(frozen=True)
 class PairLosses:
-    """A layer's moments and the loss of every pair of heads that share; both apply to any number of
-    groups.
+    """Estimates of what is lost if any two key/value heads of a layer share one head; they apply to
+    any number of groups.
     """
 
     layer: LayerMoments
 
     @cached_property
     def losses(self) -> list[Tensor]:
-        """Three estimates of the loss when two KV heads share: ``[G, G]``, symmetric, diagonal 0,
-        as energy shares.
+        """Three estimates of the loss if two KV heads share one: matrices ``[G, G]``, symmetric,
+        diagonal 0, as shares of the energy.
 
         They weight the score errors by the energy of the head's values, by the inverse of its score
         energy, or by the square root of the value energy. The error of the values, measured in the
@@ -79,8 +79,8 @@ class PairLosses:
         return losses
 
     def _measure_pair(self, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """If both heads in ``pair [2]`` share one: the score errors of their queries ``[2]``, for
-        comparison their score energies ``[2]``, and the error of their values.
+        """Return what is lost if both heads in ``pair [2]`` share one: the score errors of their
+        queries ``[2]``, their score energies ``[2]``, and the error of their values.
         """
         group = self.layer.heads.select(pair)
         losses = compute_score_errors(
@@ -94,14 +94,16 @@ class PairLosses:
 
 
 def group_neighbors(kv_heads: int, groups: int) -> Partition:
-    """Groups of neighboring heads, in order; ``groups`` divides ``kv_heads``."""
+    """Return a partition of ``kv_heads`` heads into ``groups`` groups of neighboring heads;
+    ``groups`` divides ``kv_heads``.
+    """
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
 def propose_partitions(pairs: PairLosses, groups: int) -> list[Partition]:
-    """A few distinct partitions worth evaluating: `group_neighbors`, then the best by each estimate of
-    the pairs' losses.
+    """Return a few distinct partitions of the heads that are worth evaluating: groups of neighbors,
+    then the best by each estimate of the pairs' losses.
     """
     kv_heads = pairs.layer.weights.kv_heads
     partitions = [group_neighbors(kv_heads, groups)]
@@ -116,8 +118,8 @@ def propose_partitions(pairs: PairLosses, groups: int) -> list[Partition]:
 
 
 def _search_partition(loss: Tensor, groups: int) -> Partition:
-    """Build groups greedily, then swap heads between them as long as a swap lowers the sum of
-    losses within groups.
+    """Return a partition into ``groups`` groups with a small sum of pair losses ``loss [G, G]``:
+    built greedily, then improved by swapping heads.
     """
     table: list[list[float]] = loss.tolist()
     free = set(range(len(table)))

@@ -30,8 +30,8 @@ WEAKEST_QUERY = 1e-6
 
 @dataclass(frozen=True)
 class SharedHead:
-    """``shared = sum_j encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both maps are
-    ``[m, D, D]``.
+    """Linear maps between the ``m`` heads of a group and one shared head: ``shared = sum_j
+    encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both ``[m, D, D]``.
 
     ``decode`` may contain several maps for each member, in order: one for each query head that
     reads it. Queries that read member ``j`` become ``decode[j]^T q``; output columns become ``W_o
@@ -42,22 +42,24 @@ class SharedHead:
     decode: Tensor
 
     def repeat_decode(self, times: int) -> "SharedHead":
-        """The same head with each map in ``decode`` repeated for the ``times`` query heads that
-        read a member.
+        """Return the same shared head with each map in ``decode`` repeated ``times`` times, once
+        for each query head that reads a member.
         """
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
 
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """Second moments of ``m`` KV heads, and of the ``n`` query heads that read them.
+    """Second moments of the queries, keys and values of a group of ``m`` KV heads and the ``n``
+    query heads that read them.
 
     ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members.
     ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member
     ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
     first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
-    distances (`score_fit.compute_distance_moments`). ``metric [m, D, D]``: the squared length of the
-    layer's output per value (`linalg.compute_output_metric`). All are float64 (``phi`` complex).
+    distances (`score_fit.compute_distance_moments`). ``metric [m, D, D]``: the squared length of
+    the layer's output per value (`linalg.compute_output_metric`). All are float64 (``phi``
+    complex).
     """
 
     keys: Tensor
@@ -69,11 +71,11 @@ class GroupMoments:
 
     @property
     def queries_per_member(self) -> int:
-        """The number of query heads per member, ``n / m``."""
+        """The number of query heads that read each KV head, ``n / m``."""
         return len(self.queries) // len(self.keys)
 
     def select(self, members: Sequence[int] | Tensor) -> "GroupMoments":
-        """The moments of the KV heads ``members`` and of the queries that read them."""
+        """Return the moments of the KV heads ``members`` and of the query heads that read them."""
         device = self.keys.device
         chosen = torch.as_tensor(members, device=device)
         repeat = self.queries_per_member
@@ -89,23 +91,27 @@ class GroupMoments:
 
 
 class Objective(Protocol):
-    """The error that the shared heads of a group minimize: one key head and one value head, fitted
-    separately.
+    """The error that a fold minimizes: fits one shared key head and one shared value head to a
+    group of heads, separately.
 
-    The default is `score_fit.ScoreObjective`. Other objectives need only these two methods, and can build
-    on `share_keys`, `share_dims` and `score_fit.fit_scores`.
+    The default is `score_fit.ScoreObjective`. Other objectives need only these two methods, and can
+    build on `share_keys`, `share_dims` and `score_fit.fit_scores`.
     """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
-        """The shared key head; ``decode [n, D, D]`` contains one map per query head."""
+        """Return the best shared key head for ``group``; its ``decode [n, D, D]`` contains one map
+        per query head.
+        """
 
     def value_head(self, group: GroupMoments) -> SharedHead:
-        """The shared value head; ``decode [m, D, D]`` contains one map per member."""
+        """Return the best shared value head for ``group``; its ``decode [m, D, D]`` contains one
+        map per member.
+        """
 
 
 def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
-    """One key head for ``m`` members: query-weighted principal components of ``keys [m, D, m, D] =
-    E[k k^T]``.
+    """Return one shared key head for ``m`` heads: the query-weighted principal components of the
+    keys with second moments ``keys [m, D, m, D]``.
 
     ``queries [m, D, D]``: the second moment of the queries that read each member, summed over its
     query heads. The first ``2 * pairs`` dims rotate: with ``s_j^2 = E|q_{j,l}|^2`` and ``u`` the
@@ -139,12 +145,12 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
 
 
 def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
-    """One head for dims that may mix: principal components of ``members [m, D, m, D]`` in their
-    ``metric [m, D, D]``.
+    """Return one shared head for values or unrotated key dims: the principal components of heads
+    with second moments ``members [m, D, m, D]``, weighted by ``metric [m, D, D]``.
 
     For unrotated key dims the metric is the second moment of the queries; for values it is
-    `linalg.compute_output_metric`. Rotating the members onto each other and averaging (Procrustes) is the
-    special case of equal weights.
+    `linalg.compute_output_metric`. Rotating the members onto each other and averaging (Procrustes)
+    is the special case of equal weights.
     """
     count, dims = metric.shape[:2]
     root, inverse = compute_metric_root(metric)
@@ -154,15 +160,15 @@ def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
 
 
 def apply_metric_root(members: Tensor, root: Tensor) -> Tensor:
-    """``[m * D, m * D]``: ``members [m, D, m, D]`` with each member multiplied by its ``root [m, D,
-    D]`` of a metric.
+    """Return the second moments ``[m * D, m * D]`` of heads that are each multiplied by ``root [m,
+    D, D]``, from their ``members [m, D, m, D]``.
     """
     joint = torch.einsum("jab,jbkc,kdc->jakd", root, members, root)
     return joint.flatten(2).flatten(0, 1)
 
 
 def merge_heads(encode: Tensor, members: Tensor) -> Tensor:
-    """The shared rows ``[g, D, F]`` of all groups: ``encode [g, m, D, D]`` applied to the rows of
-    all ``members [g * m, D, F]`` and summed over those of a group.
+    """Return the projections of the shared heads, ``[g, D, F]``: the projections ``members [g * m,
+    D, F]`` of each group, multiplied by ``encode [g, m, D, D]`` and summed.
     """
     return torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(members, 0, encode.shape[:2]))

@@ -55,8 +55,8 @@ def fold_normed_projections(
     blocks: Tensor,
     moment: Tensor,
 ) -> tuple[tuple[Tensor, HeadNorm | None], tuple[Tensor, HeadNorm | None]]:
-    """Fold linearized keys and queries, and write them as projections in front of norms of the
-    source's kinds.
+    """Fold keys and queries whose norms are replaced by average linear maps, and write the result
+    as projections in front of norms of the same kinds.
 
     ``encode [g, m, D, D]`` merges the ``m`` members of every shared key, ``decode [H, D, D]``
     changes the queries that read it; the heads of each group are adjacent. ``blocks [D, D]`` has
@@ -92,8 +92,8 @@ def fold_normed_projections(
 def _solve_projection_before_norm(
     target: Tensor, norm: HeadNorm, gain: Tensor, rms: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The projection ``[n, D, F]`` that ``norm`` with ``gain [n, D]`` turns into ``target [n, D,
-    F]`` over the shortfall ``[n]``; and the shortfall.
+    """Return the projection ``[n, D, F]`` that ``norm`` with ``gain [n, D]`` turns into ``target
+    [n, D, F]`` up to a factor per head; and one over these factors, ``[n]``.
     """
     # A dim with gain 0 is dead, so its rows have no effect.
     inverse = torch.where(gain == 0, 0.0, 1 / gain)
@@ -102,14 +102,18 @@ def _solve_projection_before_norm(
 
 
 def _average_if_shared(factors: Tensor, norm: HeadNorm) -> Tensor:
-    """``factors [n, ...]``, or their geometric mean if all heads share one row of the norm."""
+    """Return ``factors [n, ...]`` per head, or their geometric mean for every head if the norm
+    stores one row for all heads.
+    """
     if norm.shared and norm.extent == "head":
         return factors.log().mean(0, keepdim=True).exp().expand_as(factors)
     return factors
 
 
 def _replace_norm_weights(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
-    """``norm`` with other gains and biases, or their means if all heads share one row."""
+    """Return ``norm`` with the gains and biases ``gain, constant [n, D]``, averaged over the heads
+    if the norm stores one row for all heads.
+    """
     if norm.shared:
         gain, constant = (rows.mean(0, keepdim=True).expand_as(rows) for rows in (gain, constant))
     bias = None if norm.bias is None else constant

@@ -16,8 +16,8 @@ from kvfold.convert.transforms.weights import AttentionWeights
 
 
 def average_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for
-    float64 weights).
+    """Replace the key/value heads of each group by their mean, ``[G, D, E] -> [kv_heads, D, E]``,
+    in float32 (float64 for float64 weights).
 
     Biases and the rows of the key norm (and its bias) are averaged too. Queries and output
     projection keep their dtype.
@@ -31,7 +31,9 @@ def average_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
 
 
 def keep_first_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """Keep the first head of every group, bit for bit."""
+    """Replace the key/value heads of each group of neighbors by the first one, bit for bit;
+    ``kv_heads`` heads remain.
+    """
     size = weights.kv_heads // kv_heads
     return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
@@ -39,8 +41,8 @@ def keep_first_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeigh
 def draw_random_heads(
     weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int
 ) -> AttentionWeights:
-    """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain
-    to one.
+    """Replace keys and values by ``kv_heads`` heads drawn from a normal distribution, with zero
+    biases and key norms of gain one.
 
     ``std`` is the initializer range in the config. The float32 result is drawn on the CPU and
     depends only on ``seed``, ``layer`` and the shape. A norm shared by all heads is kept.
@@ -66,8 +68,8 @@ def draw_random_heads(
 def pool_heads(
     weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]
 ) -> AttentionWeights:
-    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the
-    key norm.
+    """Return ``weights`` with the function ``pool`` (``[G, ...] -> [kv_heads, ...]``) applied to
+    keys, values, their biases and the key norm.
     """
     norm = weights.k_norm
     if norm is not None:

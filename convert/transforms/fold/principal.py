@@ -42,8 +42,8 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """A layer and its second moments: float64, heads in the source's order, independent of the
-    partition of the heads.
+    """An attention layer and the second moments of its inputs, queries, keys and values: float64,
+    heads in the source's order.
 
     weights, rotary: the layer
     moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
@@ -64,7 +64,8 @@ class LayerMoments:
 def compute_layer_moments(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
-    """All moments, computed on the device of ``weights``.
+    """Return the second moments of a layer's queries, keys and values from its calibration
+    ``statistics``, on the device of ``weights``.
 
     Keys are fitted for all distances below ``context``, the number of positions to support (the
     model's limit, or the layer's window); 0 means the length of the calibration text.
@@ -95,8 +96,8 @@ def compute_layer_moments(
 def fold_heads(
     layer: LayerMoments, groups: Groups, objective: Objective = SCORES
 ) -> AttentionWeights:
-    """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new
-    head ``i`` replaces. All groups have the same size and contain each head once.
+    """Fold a layer's ``G`` KV heads to ``len(groups)`` shared heads; ``groups[i]`` lists the source
+    heads that shared head ``i`` replaces, equally many in each group.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again
     reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
@@ -122,8 +123,8 @@ def fold_heads(
 
 
 def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWeights:
-    """Replace the keys, queries and norms of ``layer``, whose heads are ordered by groups, by those
-    for the shared ``heads``.
+    """Return the layer's weights with keys, queries and their norms folded onto the shared key
+    ``heads``; the layer's heads are ordered by groups.
     """
     source = layer.weights
     # The moments of keys and queries include the rotary amplitude, but these rows do not.
@@ -148,8 +149,8 @@ def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWei
 def _fold_values(
     layer: LayerMoments, folded: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """Replace the values, output projection and biases of ``folded``, so far those of ``layer``, by
-    those for the shared ``heads``.
+    """Return ``folded`` with values, output projection and biases folded onto the shared value
+    ``heads``; so far these are those of ``layer``.
     """
     source = layer.weights
     blocks = layer.values.new_ones(source.head_dim, source.head_dim)
@@ -165,8 +166,8 @@ def _fold_values(
 def _balance_row_norms(
     heads: Sequence[SharedHead], members: Tensor, blocks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``encode [g, m, D, D]``, ``decode [n, D, D]`` of all groups; the shared rows of a block of
-    dims get the mean norm of the members' rows ``[G, D, F]``.
+    """Return all groups' ``encode [g, m, D, D]`` and ``decode [n, D, D]``, scaled so that a shared
+    head's rows have the mean norm of the rows ``members [G, D, F]`` that it replaces.
 
     ``blocks [D, D]`` has ones where two dims are in one block, else zeros.
     """
@@ -183,8 +184,8 @@ def _balance_row_norms(
 def _fold_value_biases(
     source: AttentionWeights, folded: AttentionWeights, mean: Tensor
 ) -> AttentionWeights:
-    """``folded`` with its biases adjusted to the changed constant part of the values, if values
-    have a bias.
+    """Return ``folded`` with biases that keep the layer's output at the ``mean [E]`` input
+    unchanged, if values have a bias.
     """
     # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum
     # to less; biases then stay as fitted with the values.
@@ -212,7 +213,9 @@ def _fold_value_biases(
 def reorder_heads(
     weights: AttentionWeights, q_order: Sequence[int], kv_order: Sequence[int]
 ) -> AttentionWeights:
-    """The same layer with query heads ``q_order`` and key/value heads ``kv_order``."""
+    """Return the same layer with query heads in the order ``q_order`` and key/value heads in the
+    order ``kv_order``.
+    """
     order = dict.fromkeys(("q", "q_bias", "q_norm", "sinks"), q_order)
     order |= dict.fromkeys(("k", "v", "k_bias", "v_bias", "k_norm"), kv_order)
     changes: dict[str, Any] = {"o": weights.o[:, q_order]}

@@ -18,8 +18,8 @@ problem of size ``D``:
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
 
 where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
-(`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from
-`compute_distance_moments`.
+(`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h``
+from `compute_distance_moments`.
 """
 
 from dataclasses import dataclass
@@ -49,14 +49,20 @@ SCORE_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class ScoreObjective(Objective):
-    """Key heads minimize the error of the scores (above); value heads minimize the error of the
-    layer's output.
+    """The default objective of a fold: shared keys minimize the error of the attention scores,
+    shared values that of the layer's output.
     """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
+        """Return the shared key head with the least squared error of the scores; ``decode [n, D,
+        D]``.
+        """
         return fit_scores(fit_principal_keys(group), group)
 
     def value_head(self, group: GroupMoments) -> SharedHead:
+        """Return the shared value head with the least squared error of the layer's output; ``decode
+        [m, D, D]``.
+        """
         return share_dims(group.values, group.metric)
 
 
@@ -64,8 +70,8 @@ SCORES = ScoreObjective()
 
 
 def fit_principal_keys(group: GroupMoments) -> SharedHead:
-    """The closed-form shared key of ``group`` (`share_keys`), its map repeated for every query
-    head; `fit_scores` starts from it.
+    """Return the shared key head of ``group`` in closed form (`share_keys`), with one map in
+    ``decode`` per query head.
     """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(
@@ -74,7 +80,8 @@ def fit_principal_keys(group: GroupMoments) -> SharedHead:
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUNDS) -> SharedHead:
-    """Improve ``start`` by alternating least squares for ``rounds``: ``decode [n, D, D]``.
+    """Return the shared key head ``start`` improved by ``rounds`` of alternating least squares on
+    the attention scores.
 
     Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact,
     up to rounding.
@@ -99,8 +106,8 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUND
 
 
 def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, Tensor]:
-    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head
-    ``h`` reads.
+    """Return the second moments of the shared keys, ``<E[k' k'^T]>_h``, and theirs with the
+    members' keys, ``<E[k' k_j^T]>_h``, averaged over distances: both ``[n, D, D]``.
     """
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)
@@ -110,8 +117,8 @@ def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, T
 
 
 def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
-    """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores
-    were zero ``[n]``.
+    """Return the squared score error of the shared key ``head`` for each query head, ``[n]``, and
+    the error if all scores were zero, ``[n]``.
     """
     gram, cross = _average_shared_keys(head.encode, group)
     own = (
@@ -128,8 +135,8 @@ def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor,
 
 
 def compute_distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
-    """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and
-    ``context``.
+    """Return the average rotations ``E e^{-i (w_a - w_b) delta}`` of a head's dims, ``[H, D, D]``,
+    for the attention ``profile [H, S]`` by distance and ``context`` positions.
     """
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))

@@ -60,7 +60,7 @@ ALS_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """A layer's keys and values, factored into a down-projection and up-projections.
+    """A layer's keys and values, factored into one down-projection and an up-projection per head.
 
     down: ``X [P + R, E+1]`` on ``[x; 1]``: shared rotary keys (``P`` rows), then the latent
     up_keys: ``[H, D, P + R]``, each head's keys from both, as its queries see them
@@ -73,13 +73,14 @@ class LatentFactors:
 
     @property
     def rank(self) -> int:
+        """The number of latent channels ``R``."""
         return self.up_values.shape[-1]
 
 
 @dataclass(frozen=True)
 class RotationMoments:
-    """What rotation by a random distance does to second moments of rows ``y`` and ``z`` as the
-    queries of each head see them.
+    """The effect of rotary embedding, averaged over random distances, on second moments between two
+    kinds of rows (cached rows or keys).
 
     Rows are the real parts of rotary pairs, their imaginary parts, then rows that do not rotate.
     Rotation multiplies each pair by ``e^{-i theta delta}``, independently of the inputs.
@@ -93,7 +94,8 @@ class RotationMoments:
     variation: Tensor
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """``E[y z^T]`` around the mean over distances, ``[H, n_y, n_z]``.
+        """Return the second moments ``E[y z^T]`` of rotated rows ``y`` and ``z``, without the part
+        that is the same at every distance: ``[H, n_y, n_z]``.
 
         ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``,
         biases included. A softmax over positions sees only the variation of constant keys with
@@ -103,7 +105,8 @@ class RotationMoments:
         return self._rotate_by_mean(product) + self._add_covariance(product + means)
 
     def compute_adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
+        """Return the matrices ``V`` and ``M`` for the gradients of ``sum(weight * apply(product, a,
+        b))`` with respect to its arguments.
 
         With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
         ``a`` it is ``M b``.
@@ -113,12 +116,16 @@ class RotationMoments:
         return back._rotate_by_mean(weight) + of_means, of_means
 
     def _rotate_by_mean(self, moment: Tensor) -> Tensor:
-        """``E[R] moment E[S]^T`` for rotations ``R`` and ``S`` of the two sides."""
+        """Return ``E[R] moment E[S]^T`` for the mean rotations ``R`` and ``S`` of rows
+        and columns.
+        """
         moment = moment.expand(len(self.left), *moment.shape[-2:])
         return multiply_pairs(multiply_pairs(moment, self.left).mT, self.right).mT
 
     def _add_covariance(self, moment: Tensor) -> Tensor:
-        """``E[R moment S^T] - E[R] moment E[S]^T``, zero outside the rotary rows."""
+        """Return ``E[R moment S^T] - E[R] moment E[S]^T``, the part due to varying distances; zero
+        outside the rotary rows.
+        """
         rows, columns = self.variation.shape[1:]
         rotary = moment[..., :rows, :columns]
         varied = average_rotations(rotary, self.variation, rows // 2, columns // 2)
@@ -128,7 +135,8 @@ class RotationMoments:
 def make_rotation_moments(
     distances: DistanceMixture, cached: Tensor, keys: Tensor
 ) -> tuple[RotationMoments, RotationMoments]:
-    """The kernels of the cached rows with themselves and with the source's keys.
+    """Return the rotation moments of cached rows with themselves, and of cached rows with the
+    source's keys.
 
     ``cached`` and ``keys`` are the frequencies of their rotary pairs, float64.
     """
@@ -147,7 +155,7 @@ def make_rotation_moments(
 
 @dataclass(frozen=True)
 class LatentLeastSquares:
-    """What the least squares of a layer minimize.
+    """The inputs and weights of the least-squares problem that fits a latent to one layer.
 
     layer: the layer to approximate
     covariance: ``[E, E]`` of the inputs
@@ -184,8 +192,8 @@ def alternate_least_squares(
     *,
     centered: bool,
 ) -> LatentFactors:
-    """Improve ``factors`` by `ALS_ROUNDS` of least squares for the up-projections, then the
-    down-projection; solve the up-projections once more.
+    """Return ``factors`` improved by alternating least squares: `ALS_ROUNDS` of up-projections,
+    then the down-projection; the up-projections are solved once more.
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``.
     ``theta [P/2]``: angles of the rotary rows. ``distances``: between queries and keys.
@@ -218,7 +226,8 @@ def alternate_least_squares(
 
 
 def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
-    """The up-projections ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
+    """Return ``factors`` with the up-projections ``A_h [D, P + R]`` and ``B_g [D, R]`` that fit the
+    present down-projection best.
 
     Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
     latent and ``v`` the value. The normal equations are
@@ -241,8 +250,8 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
 
 
 def _solve_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """``W [..., m, n]`` with ``W gram = cross``, damped toward ``present``; directions without
-    energy do not change.
+    """Return ``W [..., m, n]`` with ``W gram = cross``, damped toward ``present [..., m, n]``;
+    directions without energy do not change.
     """
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
@@ -252,7 +261,8 @@ def _solve_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
-    """The down-projection ``X = [L b]`` that best fits the present up-projections.
+    """Return ``factors`` with the down-projection ``X = [L b]`` that fits the present
+    up-projections best.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
 
@@ -302,8 +312,8 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
 
 
 def _normalize_factors(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
-    """The same factors with rotary pairs at unit energy and uncorrelated latent channels, scaled by
-    their importance.
+    """Return equivalent factors with rotary pairs of unit energy and uncorrelated latent channels,
+    scaled by their importance.
     """
     rank = factors.rank
     rotary = factors.down[:-rank]
@@ -327,8 +337,8 @@ def _normalize_factors(problem: LatentLeastSquares, factors: LatentFactors) -> L
 
 
 def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its
-    inverse ``back``.
+    """Return the matrix ``forth [R, R]`` to uncorrelated channels, sized by importance and with a
+    total energy of one, and its inverse ``back [R, R]``.
     """
     energy, axes = decompose_symmetric(moment)
     tiny = torch.finfo(energy.dtype).tiny

@@ -1,8 +1,10 @@
 """Converts MHA or GQA to multi-head latent attention, with calibration statistics or without
 (`factor_by_svd`).
 
-1. Rotary keys are the principal complex components over the heads at the frequencies in ``RotarySlots``.
-2. The remaining keys lose their rotation; the gain from ``compute_pair_gains`` is the best constant in its
+1. Rotary keys are the principal complex components over the heads at the frequencies in
+``RotarySlots``.
+2. The remaining keys lose their rotation; the gain from ``compute_pair_gains`` is the best constant
+in its
    place.
 3. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
    the principal components of both together.
@@ -14,8 +16,8 @@ Norms on queries and keys are kept if the layout supports them (otherwise `linea
 them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
 it is linear. So the latent is fitted to keys divided by one number per head instead, and the
 weights that read the latent are multiplied by that number. Scores are then divided by the source's
-exact ``d_g``, whatever the size of the latent (`LatentHeadNorms`). Queries keep their projection and
-their norm.
+exact ``d_g``, whatever the size of the latent (`LatentHeadNorms`). Queries keep their projection
+and their norm.
 """
 
 from dataclasses import replace
@@ -68,7 +70,8 @@ def factor_layer(
     scale: float | None = None,
     centered: bool = True,
 ) -> LatentWeights:
-    """Convert the layer to latent attention with ``rank`` channels, in float32 or wider.
+    """Return the layer converted to latent attention with ``rank`` channels, fitted to calibration
+    ``statistics``, in float32 or wider.
 
     ``context``: the number of positions to support; 0 means the length of the calibration text.
     ``centered`` moves the mean from the latent to the biases; otherwise the result has only biases
@@ -108,7 +111,8 @@ def factor_by_svd(
     scale: float | None = None,
     gain: Tensor | None = None,
 ) -> LatentWeights:
-    """The baseline without calibration: a truncated SVD of the stacked key and value projections.
+    """Return the layer converted to latent attention with ``rank`` channels without calibration, by
+    a truncated SVD of the stacked key and value projections.
 
     ``slots`` are from ``spread_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
     the principal component over the heads' weights. The remaining keys lose their rotation. ``gain
@@ -138,8 +142,8 @@ def _join_factors(
     down: Tensor,
     readout: Tensor,
 ) -> LatentFactors:
-    """The factors of rotary keys from `split_rotary_keys`, and of a latent from `compute_principal_basis` for
-    the rest times ``gains [H, L]``.
+    """Return factors of rotary keys (``split``, from `split_rotary_keys`) and of a latent
+    (``down``, ``readout``) for the remaining keys, multiplied by ``gains [H, L]``, and the values.
     """
     rope_key, up_rope, rest = split
     keys = multiply_pairs(rest.repeat_interleave(layer.group, 0), gains)
@@ -153,8 +157,8 @@ def _join_factors(
 def _stack_key_and_value_rows(
     layer: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
 ) -> Tensor:
-    """``[n, E]``: the keys ``rest [G, D, E+1]`` in units of scores, then the values in units of the
-    output, both at unit energy, for inputs whitened by ``root``.
+    """Return the unrotated keys ``rest [G, D, E+1]`` in units of scores, and the values in units of
+    the output, as rows ``[n, E]`` for inputs whitened by ``root [E, E]``.
     """
     # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
     # two dims of a pair.
@@ -173,8 +177,8 @@ def _stack_key_and_value_rows(
 
 
 def compute_principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``down [rank, E]`` for a latent ``c = down x`` with unit energy, and ``readout [E, rank]``
-    back to ``x``.
+    """Return the projection ``down [rank, E]`` to a latent of unit energy, and ``readout [E,
+    rank]`` back to the inputs: the principal components of ``rows [n, E]``.
 
     ``down`` consists of the right singular vectors of ``rows [n, E]``, which act on whitened inputs
     ``root^{-1} x``, times the singular values. ``W readout`` is the map from ``c`` that is closest
@@ -201,8 +205,8 @@ def _make_latent_weights(
     distances: DistanceMixture,
     centered: bool,
 ) -> LatentWeights:
-    """The factors as weights; constant values become part of the output bias. ``mean [E+1]`` of the
-    inputs ``[x; 1]``.
+    """Return the weights of the latent attention layer described by ``factors``; ``mean [E+1]`` is
+    that of the inputs ``[x; 1]``.
     """
     source = layer.source
     rope = slots.rope_dim
@@ -246,7 +250,9 @@ def _keep_norms(
     mean: Tensor,
     distances: DistanceMixture,
 ) -> LatentWeights:
-    """``latent``, fitted to keys over one number per head, with the norms of the source."""
+    """Return ``latent``, which was fitted to keys divided by one number per head, with the source's
+    norms on queries and keys added.
+    """
     source = layer.source
     assert layer.divisors is not None
     assert source.q_norm is not None

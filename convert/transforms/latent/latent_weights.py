@@ -25,7 +25,8 @@ from kvfold.convert.transforms.weights import (
 
 @dataclass(frozen=True)
 class LayerProjections:
-    """A layer's query, key and value projections as matrices on ``[x; 1]``, biases last.
+    """A layer's query, key and value projections as matrices on the inputs ``[x; 1]``, with biases
+    in the last column.
 
     source: the layer
     rotary: its rotary embedding, whose amplitude is included in ``queries`` and ``keys``
@@ -33,7 +34,8 @@ class LayerProjections:
     keys: ``[G, D, E+1]``, with one number per head in place of what a norm divides by
     values: ``[G, D, E+1]``
     divisors: ``[G]``, these numbers; None without norms
-    metric: ``[G, D, D]``, the squared length of the output per value (`linalg.compute_output_metric`)
+    metric: ``[G, D, D]``, the squared length of the output per value
+    (`linalg.compute_output_metric`)
     scale: multiplies scores
     """
 
@@ -60,8 +62,8 @@ def build_projections(
     *,
     key_constant: bool = False,
 ) -> LayerProjections:
-    """The projections of ``source``, with `head_norms.linearize_norms_by_divisors` in place of norms; ``scale`` is
-    by default ``head_dim ** -0.5``.
+    """Return the projections of ``source`` with its norms replaced by linear maps
+    (`linearize_norms_by_divisors`). ``scale`` is by default ``head_dim ** -0.5``.
     """
     weights, divisors = linearize_norms_by_divisors(source, statistics, key_constant=key_constant)
     queries = append_bias(weights.q, weights.q_bias)
@@ -80,8 +82,8 @@ def build_projections(
 
 @dataclass(frozen=True)
 class LatentHeadNorms(Tensors):
-    """The source's norms on queries and keys, kept in an MLA layer: its latent encodes the keys
-    before their norm.
+    """The source's norms on queries and keys in a latent attention layer, whose latent encodes the
+    keys before their norm.
 
     Let ``n_h = q_norm(q_h x + q_bias_h)``, and ``d_g`` the divisor of ``k_norm`` for ``k_g x +
     k_bias_g``. Then
@@ -107,8 +109,8 @@ class LatentHeadNorms(Tensors):
 
 @dataclass(frozen=True)
 class QueryLatent(Tensors):
-    """Queries computed from their own latent, ``c_q = down x``. Their biases remain in
-    ``LatentWeights``.
+    """The weights of queries that are computed from a latent of their own, ``c_q = down x``. Their
+    biases remain in ``LatentWeights``.
 
     ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
     """
@@ -158,20 +160,25 @@ class LatentWeights(Tensors):
 
     @property
     def heads(self) -> int:
+        """The number of query heads ``H``."""
         return self.q_nope.shape[0]
 
     @property
     def rank(self) -> int:
+        """The number of latent channels ``R``."""
         return self.down.shape[0]
 
     @property
     def rope_dim(self) -> int:
+        """The number of rotary dims ``P``."""
         return self.rope_key.shape[0]
 
     @property
     def nope_dim(self) -> int:
+        """The number of unrotated dims ``N`` of a query head."""
         return self.q_nope.shape[1]
 
     @property
     def value_dim(self) -> int:
+        """The number of dims ``D`` of a value head."""
         return self.uv.shape[1]

@@ -30,8 +30,8 @@ SLOT_UNIFORM = 0.5
 
 @dataclass(frozen=True)
 class RotarySlots:
-    """``counts[l]`` rotary keys at the frequency of pair ``l``; ``theta [P/2]``: the frequency of
-    each key.
+    """The rotary keys that latent attention keeps: ``counts[l]`` of them at the frequency of rotary
+    pair ``l``. ``theta [P/2]`` is the frequency of each key in radians per position.
     """
 
     counts: tuple[int, ...]
@@ -39,6 +39,7 @@ class RotarySlots:
 
     @property
     def rope_dim(self) -> int:
+        """The number of rotary dims ``P``, two for each key."""
         return 2 * sum(self.counts)
 
 
@@ -47,7 +48,8 @@ NO_SLOTS = RotarySlots((), torch.empty(0, dtype=torch.float64))
 
 @dataclass(frozen=True)
 class PairComponents:
-    """The rotary pairs of a layer's keys and their principal components over the heads.
+    """The rotary pairs of a layer's keys as complex numbers, and their principal components over
+    the heads.
 
     ``keys [G, L, E+1]``: complex rows on ``[x; 1]``. ``query_energy [H, L]``: ``E|q_{h,l}|^2``.
     ``scales [G, L]``: the root of the energy of all queries that read a key head. ``energy [L, G]``
@@ -64,7 +66,7 @@ class PairComponents:
 
 @dataclass(frozen=True)
 class LayerSurvey:
-    """What each slot of a layer is worth.
+    """How much of a layer's score energy each possible rotary slot preserves.
 
     worth: ``[L, G]``, the score energy that each slot preserves, relative to the layer's total;
         descending along ``G``
@@ -78,8 +80,8 @@ class LayerSurvey:
 def compute_pair_components(
     layer: LayerProjections, queries: Tensor, moment: Tensor
 ) -> PairComponents:
-    """The rotary components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are
-    second moments.
+    """Return the principal components over heads of each rotary pair of a layer's keys, from the
+    second moments ``queries [H, D, D]`` and ``moment [E+1, E+1]`` of the inputs.
     """
     half = layer.rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
@@ -96,8 +98,8 @@ def compute_pair_components(
 def split_rotary_keys(
     layer: LayerProjections, slots: RotarySlots, queries: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split keys into the slots' shared keys ``[P, E+1]``, each head's up-projection of these
-    ``[H, D, P]``, and the rest ``[G, D, E+1]``; see `compute_pair_components`.
+    """Split a layer's keys into shared rotary keys for ``slots``, ``[P, E+1]``, each head's
+    up-projection of these, ``[H, D, P]``, and the remaining keys ``[G, D, E+1]``.
     """
     rotary = layer.rotary.dims
     up_keys = layer.keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
@@ -126,8 +128,8 @@ def split_rotary_keys(
 
 
 def compute_pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
-    """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best
-    constants for rotations.
+    """Return the constants ``[H, L]``, complex, that best replace the rotation of each pair: the
+    mean of ``e^{-i theta_l delta}`` over the distances ``delta`` of a head.
     """
     return average_rotation_factors(
         mix_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta
@@ -137,8 +139,8 @@ def compute_pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int
 def survey_layer(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerSurvey:
-    """What the slots of a layer, which has no norms on queries and keys, are worth; ``context``:
-    the number of positions to support.
+    """Return how much score energy each possible rotary slot of a layer preserves. The layer has no
+    norms on queries and keys; ``context`` is the number of positions to support.
     """
     theta = rotary.theta.double().cpu()
     if not theta.numel():
@@ -157,15 +159,15 @@ def survey_layer(
 
 
 def average_surveys(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
-    """The mean over the layers that rotate, of which there must be one."""
+    """Return the mean survey of all layers with rotary embedding, of which there must be one."""
     rotating = [survey for survey in surveys if survey.theta.numel()]
     worth = torch.stack([survey.worth for survey in rotating]).mean(0)
     return LayerSurvey(worth, rotating[0].theta)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
-    """Choose the ``rope_dim / 2`` slots with the greatest worth over all layers; several may share
-    a frequency.
+    """Return the ``rope_dim / 2`` slots that preserve the most score energy, averaged over all
+    layers; several may share a frequency.
 
     All layers use the same frequencies: each keeps its first ``counts[l]`` components at pair
     ``l``.
@@ -180,8 +182,8 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
 
 
 def choose_stepped_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
-    """Slots for engines that only support ``theta_i = base^(-2i/P)``: every ``step``-th pair, for
-    the best step.
+    """Return the best slots for engines that only support ``theta_i = base^(-2i/P)``: every
+    ``step``-th rotary pair, for the best step.
 
     Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies.
     """
@@ -196,8 +198,8 @@ def choose_stepped_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Rotar
 
 
 def spread_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
-    """Slots at a uniform stride over the pairs; if there are more slots than pairs, each first gets
-    equally many.
+    """Return ``rope_dim / 2`` slots at a uniform stride over the rotary pairs with frequencies
+    ``theta [L]``; with more slots than pairs, each pair gets equally many.
     """
     pairs = theta.numel()
     per_pair, rest = divmod(rope_dim // 2, pairs)
@@ -208,4 +210,5 @@ def spread_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
 
 
 def _make_slots(counts: Sequence[int], theta: Tensor) -> RotarySlots:
+    """Return slots with ``counts[l]`` rotary keys at frequency ``theta[l]``."""
     return RotarySlots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))

@@ -47,8 +47,8 @@ _EXACT = 1e-2
 
 
 def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
-    """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over
-    ``inputs [..., E]``.
+    """Return ``latent`` in the coordinates in which an RMSNorm of weight one changes it least over
+    ``inputs [..., E]``, for engines that always normalize the latent.
 
     The RMS is one on average, so the norm's eps does not matter. The latent must not be centered,
     because the norm would apply to its bias too.
@@ -57,8 +57,8 @@ def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
 
 
 def mix_channels(latent: LatentWeights) -> LatentWeights:
-    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
-    latent is unchanged.
+    """Return an equivalent latent whose channels are all mixed by an orthogonal matrix, so that
+    each has about the same energy when it is quantized.
     """
     mix = make_hartley_matrix(latent.rank).to(latent.down.device)
     mixed = _change_coordinates(latent, mix @ latent.down.double(), mix)
@@ -68,8 +68,8 @@ def mix_channels(latent: LatentWeights) -> LatentWeights:
 
 
 def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> LatentWeights:
-    """``latent`` with the down-projection ``down``; ``back [R, R]`` leads from its channels to the
-    present ones.
+    """Return ``latent`` with the down-projection ``down [R, E]``; ``back [R, R]`` maps its channels
+    to the present ones, which the up-projections read.
     """
     return replace(
         latent,
@@ -80,8 +80,8 @@ def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> La
 
 
 def fit_norm_coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[R, E]`` whose RMS over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x =
-    back (rows x)``.
+    """Return a down-projection ``rows [R, E]`` whose outputs have an RMS close to one for all
+    ``inputs [..., E]``, and ``back [R, R]``: ``down x = back (rows x)``.
 
     Float64. Exact if the latent is as wide as its inputs: it then consists of the inputs
     themselves, without the weight of the RMSNorm in front of the layer, and the channel scales
@@ -103,8 +103,8 @@ def fit_norm_coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equalize_lengths(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates ``forth [R, R]`` of latents ``c [n, R]`` with an RMS close to one, and their
-    inverse ``back``; float64.
+    """Return the matrix ``forth [R, R]`` that gives latents ``c [n, R]`` an RMS close to one, and
+    its inverse ``back``; float64.
 
     ``forth`` is a root of ``A``, the quadratic form with the least error in ``c^T A c = R`` over
     the tokens, found by conjugate gradients from the whitened latent, stopped by held-out tokens,
@@ -125,8 +125,8 @@ def equalize_lengths(latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fit_quadratic_form(latent: Tensor) -> Tensor:
-    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by
-    conjugate gradients.
+    """Return a symmetric matrix ``A [R, R]`` with ``c^T A c`` close to ``R`` for all whitened
+    latents ``c [n, R]``, by conjugate gradients.
     """
     rank = latent.shape[1]
     # Hold out every eighth token, and choose the step with the smallest error on these.
@@ -159,8 +159,8 @@ def _fit_quadratic_form(latent: Tensor) -> Tensor:
 
 
 def make_hartley_matrix(size: int) -> Tensor:
-    """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse;
-    float64.
+    """Return the discrete Hartley matrix ``[size, size]``, float64: orthogonal, symmetric and its
+    own inverse.
 
     It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an
     odd number of others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA
@@ -174,8 +174,8 @@ def make_hartley_matrix(size: int) -> Tensor:
 
 
 def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
-    """Compute queries through ``rank`` channels: the principal components of all heads' queries in
-    units of scores.
+    """Return ``latent`` with queries computed through a query latent of ``rank`` channels: the
+    principal components of all heads' queries in units of scores.
 
     The unit of a query is the energy of its keys, which makes unrotated and rotary dims comparable.
     The biases do not change. Exact for ``rank >= min(E, H (N + P))``. A stock class with biases on
