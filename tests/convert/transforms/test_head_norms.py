@@ -43,20 +43,15 @@ def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_projections_are_those_of_the_definition(norm: str, bias: bool) -> None:
+def test_projections_are_those_of_the_definition_and_the_map_misses_far_less_than_one_number(
+    norm: str, bias: bool
+) -> None:
+    """Keys of inputs that the fit has not seen, by the map and by one number per head."""
     weights = make(norm, bias)
-    x = inputs(sequences=2)
+    x = inputs()
     rows, _ = project_with_norms(weights, x.flatten(0, 1))
     found = rows[:, H:].unflatten(0, x.shape[:2]).transpose(1, 2)
     torch.testing.assert_close(found, keys(weights, x))
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool) -> None:
-    """Keys of inputs that the fit has not seen."""
-    weights = make(norm, bias)
-    x = inputs()
     gathered = normed_statistics(weights, x)
     fitted = linearize_norms(weights, gathered)
     divided = linearize_norms(weights, replace(gathered, normed=None))

@@ -33,6 +33,12 @@ def convert(weights, statistics, rotary, rope_dim, rank, **options):
     return factor_layer(weights, statistics, rotary, slots, rank, **options)
 
 
+def latent_error(latent, weights, x, rotary=None):
+    """The relative error of the layer's output for its first 20 inputs."""
+    expected = attend(weights, x[:20][None], rotary or Rotary(THETA))[0]
+    return relative_error(attend_latent(latent, x[:20]), expected)
+
+
 def test_kernels_are_moments_at_random_distances_and_their_adjoints():
     profile = normal(0, 1, 9).softmax(1)
     x = normal(1, 40, 5) + 1
@@ -75,10 +81,7 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     if not rotary.dims:
         slots = rope_slots.RotarySlots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = factor_layer(weights, statistics, rotary, slots, 24)
-    assert (
-        relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0])
-        < 1e-8
-    )
+    assert latent_error(latent, weights, x, rotary) < 1e-8
     assert rotary.dims or not latent.rope_key.any()
 
 
@@ -161,14 +164,11 @@ def score_error(weights, latent, statistics, x):
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
-    expected = attend(weights, x[:20][None], Rotary(THETA))[0]
     full = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 16), 24)
-    assert relative_error(attend_latent(full, x[:20]), expected) < 1e-8
+    assert latent_error(full, weights, x) < 1e-8
     small = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
-    assert relative_error(attend_latent(fitted, x[:20]), expected) < relative_error(
-        attend_latent(small, x[:20]), expected
-    )
+    assert latent_error(fitted, weights, x) < latent_error(small, weights, x)
 
 
 def test_query_latent_is_exact_at_full_rank_and_smaller_below():

@@ -13,6 +13,8 @@ from kvfold.convert.transforms.latent.variants import (
     fit_norm_coordinates,
 )
 
+GAIN = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+
 
 def random_latent(rank=6):
     shapes = (rank, 16), (2, 16), (2, 4, 16), (2, 2, 16), (2, 4, rank), (2, 4, rank), (16, 2, 4)
@@ -33,12 +35,11 @@ def rms(rows):
 
 def test_full_rank_latent_of_normed_inputs_has_constant_length():
     """The inverse of the norm's weight gives every token the same length, and it is found."""
-    gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     down = normal(2, 16, 16)
-    inputs = normed_inputs(gain)
+    inputs = normed_inputs(GAIN)
     forth, back = equalize_lengths(inputs @ down.T)
     torch.testing.assert_close(forth @ back, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
-    length = rms(normed_inputs(gain, 500) @ down.T @ forth.T)
+    length = rms(normed_inputs(GAIN, 500) @ down.T @ forth.T)
     assert length.mean().item() == pytest.approx(1, rel=1e-3)
     assert length.std() < 1e-3 < rms(inputs @ down.T).std() / rms(inputs @ down.T).mean()
 
@@ -46,11 +47,10 @@ def test_full_rank_latent_of_normed_inputs_has_constant_length():
 @pytest.mark.parametrize("rank", [16, 24])
 def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
     """Whatever the spectrum: 1e-6 of the energy in half of the directions."""
-    gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     spectrum = torch.cat([torch.ones(8), torch.full((8,), 1e-3)]).double()
     down = random_latent(rank).down * spectrum
-    rows, back = fit_norm_coordinates(down, normed_inputs(gain))
-    new = normed_inputs(gain, 500)
+    rows, back = fit_norm_coordinates(down, normed_inputs(GAIN))
+    new = normed_inputs(GAIN, 500)
     torch.testing.assert_close(
         rms(new @ rows.T), torch.ones(500, dtype=torch.float64), atol=1e-6, rtol=0
     )

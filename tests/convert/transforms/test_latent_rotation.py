@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from helpers.checkpoints import stock_model
+from helpers.checkpoints import convert, stock_model
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.transforms.latent.variants import make_hartley_matrix
 
-SPLIT = {
-    "to": "mla",
-    "kv_rank": 16,
-    "rope_dim": 8,
-    "method": "svd",
-    "allow_growth": True,
-    "quiet": True,
-}
+SPLIT = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
@@ -50,11 +42,8 @@ def latents(model, tokens, rounded=None):
 def both(source, folder, **options):
     """The stock models of a conversion without and with the option."""
     for rotate in (False, True):
-        out = folder / str(rotate)
-        convert_checkpoint(
-            ConvertRequest(str(source), str(out), **{**SPLIT, **options}, rotate_latent=rotate)
-        )
-        yield stock_model(out).float()
+        split = {**SPLIT, **options, "rotate_latent": rotate}
+        yield stock_model(convert(source, folder / str(rotate), **split)).float()
 
 
 def test_rotation_changes_no_logits_and_keeps_the_constant_out_of_the_cache(tiny_family, tmp_path):

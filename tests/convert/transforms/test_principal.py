@@ -29,6 +29,8 @@ TOKENS = 24
 ROTARY = plain_rotary(D)
 ROTARIES = [ROTARY, plain_rotary(8), plain_rotary(0)]
 BIASES = ["", "qkv", "qkvo", "o"]
+PAIRS = [[0, 1], [2, 3]]
+ALL = [[0, 1, 2, 3]]
 
 
 def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
@@ -100,6 +102,10 @@ def fold_and_attend(
     return attend(fold(weights, groups, rotary), inputs(), rotary)
 
 
+def check_equal(found: Tensor, wanted: Tensor) -> None:
+    assert relative_error(found, wanted) < 1e-5
+
+
 def error(found: AttentionWeights, wanted: AttentionWeights) -> float:
     return relative_error(attend(found, inputs(), ROTARY), attend(wanted, inputs(), ROTARY))
 
@@ -126,38 +132,33 @@ def test_identical_heads_fold_exactly(
         lambda rows: rows.repeat_interleave(members, 0),
     )
     groups = [list(range(members)), list(range(members, 2 * members))]
-    assert (
-        relative_error(fold_and_attend(weights, groups, rot), attend(weights, inputs(), rot)) < 1e-5
-    )
+    check_equal(fold_and_attend(weights, groups, rot), attend(weights, inputs(), rot))
 
 
 def test_identical_heads_fold_exactly_beyond_the_calibration_text():
     weights = changed(make(4, 1), lambda rows: rows.repeat_interleave(4, 0))
     few = inputs()[:1, :5]  # 5 tokens span 5 of 48 input dims
     moments = compute_layer_moments(weights, statistics_of(few, 4), ROTARY)
-    folded = principal.fold_heads(moments, [[0, 1, 2, 3]])
+    folded = principal.fold_heads(moments, ALL)
     x = inputs(seed=7)
-    assert relative_error(attend(folded, x, ROTARY), attend(weights, x, ROTARY)) < 1e-5
+    check_equal(attend(folded, x, ROTARY), attend(weights, x, ROTARY))
 
 
 @pytest.mark.parametrize("biases", BIASES)
 def test_rotations_of_value_heads_change_nothing(biases: str):
     weights = make(4, 4, biases=biases)
-    groups = [[0, 1], [2, 3]]
     turns = torch.linalg.qr(normal(3, 4, D, D))[0]
     bias = None if weights.v_bias is None else torch.einsum("hab,hb->ha", turns, weights.v_bias)
     rotated = replace(
         weights, v=turns @ weights.v, v_bias=bias, o=torch.einsum("ehd,hcd->ehc", weights.o, turns)
     )
-    found, wanted = (fold_and_attend(w, groups) for w in (rotated, weights))
-    assert relative_error(found, wanted) < 1e-5
+    check_equal(fold_and_attend(rotated, PAIRS), fold_and_attend(weights, PAIRS))
 
 
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("rot", ROTARIES[:2])
 def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str):
     weights = make(8, 4, biases=biases)
-    groups = [[0, 1], [2, 3]]
     modulus = normal(3, 4, rot.dims // 2).sigmoid() + 0.5
     phase = 7 * normal(4, 4, rot.dims // 2)
     on_keys = torch.polar(modulus, phase)
@@ -177,32 +178,28 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
     )
     x = inputs()
     assert relative_error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
-    found, wanted = (fold_and_attend(w, groups, rot) for w in (turned, weights))
-    assert relative_error(found, wanted) < 1e-5
+    check_equal(fold_and_attend(turned, PAIRS, rot), fold_and_attend(weights, PAIRS, rot))
 
 
 def test_unrotated_key_dims_may_mix():
     weights = make(4, 4)
-    groups = [[0, 1, 2, 3]]
     rot = plain_rotary(0)
     mix = normal(3, 4, D, D)
     mixed = replace(weights, k=mix @ weights.k, q=torch.linalg.inv(mix).mT @ weights.q)
-    found, wanted = (fold_and_attend(w, groups, rot) for w in (mixed, weights))
-    assert relative_error(found, wanted) < 1e-5
+    check_equal(fold_and_attend(mixed, ALL, rot), fold_and_attend(weights, ALL, rot))
 
 
 def test_value_bias_is_exact_with_an_output_bias():
     weights = make(4, 4, biases="vo")
     x = inputs()
-    groups = [[0, 1, 2, 3]]
     plain = replace(weights, v_bias=torch.zeros_like(weights.v_bias))
     moved = attend(weights, x, ROTARY) - attend(plain, x, ROTARY)
-    found = fold_and_attend(weights, groups) - fold_and_attend(plain, groups)
+    found = fold_and_attend(weights, ALL) - fold_and_attend(plain, ALL)
     torch.testing.assert_close(found, moved, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("norm", ["", *NORMS])
-@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2, 3]]])
+@pytest.mark.parametrize("groups", [PAIRS, ALL])
 def test_sees_through_bases_where_pooling_fails(norm: str, groups: list[list[int]]):
     weights = related(norm, 0.25)
     pooled = changed(weights, lambda rows: rows.unflatten(0, (len(groups), -1)).mean(1))
@@ -216,8 +213,7 @@ def test_rotary_amplitude_counts_like_longer_queries_and_keys():
     weights = make(4, 4)
     scale = torch.ones(D, 1, dtype=torch.float64)
     scale[:8] = loud.amplitude
-    wanted = fold_and_attend(
-        replace(weights, q=scale * weights.q, k=scale * weights.k), [[0, 1], [2, 3]], plain
-    )
-    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], loud), wanted) < 1e-5
-    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
+    scaled = replace(weights, q=scale * weights.q, k=scale * weights.k)
+    wanted = fold_and_attend(scaled, PAIRS, plain)
+    check_equal(fold_and_attend(weights, PAIRS, loud), wanted)
+    assert relative_error(fold_and_attend(weights, PAIRS, plain), wanted) > 0.1
