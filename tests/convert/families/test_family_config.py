@@ -2,7 +2,7 @@
 with tensors.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -19,13 +19,11 @@ CASES = read_cases(__file__)
 LLAMA = CASES["llama"]
 
 
-@dataclass(frozen=True)
-class Header:
-    shape: tuple[int, ...]
-
-
-def headers(config: dict) -> dict[str, Header]:
-    return {name: Header(tensor.shape) for name, tensor in make_model(config).tensors.items()}
+def headers(config: dict) -> dict[str, SimpleNamespace]:
+    return {
+        name: SimpleNamespace(shape=tensor.shape)
+        for name, tensor in make_model(config).tensors.items()
+    }
 
 
 @pytest.mark.parametrize("name", list_supported_model_types())
@@ -94,9 +92,9 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
     tensors = headers(config)
     assert model.list_tensor_problems(tensors) == []
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
-    tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
-    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = Header((3, 4))
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = Header((64,))
+    tensors["model.layers.0.self_attn.k_proj.weight"] = SimpleNamespace(shape=(512, 4096))
+    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = SimpleNamespace(shape=(3, 4))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = SimpleNamespace(shape=(64,))
     kinds = [problem.split(": ")[0] for problem in model.list_tensor_problems(tensors)]
     assert kinds == ["missing", "missing", "wrong shape", "unknown"]
 
@@ -106,6 +104,11 @@ def test_a_tied_head_may_be_in_the_file_or_not():
     model = make_model(config)
     tensors = headers(config)
     assert "lm_head.weight" not in tensors
-    assert model.list_tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
+    assert (
+        model.list_tensor_problems(
+            {**tensors, "lm_head.weight": SimpleNamespace(shape=(32000, 4096))}
+        )
+        == []
+    )
     untied = make_model({**config, "tie_word_embeddings": False})
     assert untied.list_tensor_problems(tensors) == ["missing: lm_head.weight [32000, 4096]"]

@@ -16,7 +16,6 @@ SIZES = tiny_models.SIZES | {"hidden_size": 256, "num_attention_heads": 4, "num_
 SIZES |= {"max_position_embeddings": 4096}
 FREQUENCIES = {"rtol": 2e-6, "atol": 0.0}  # transformers computes them in float32
 CASES = read_cases(__file__)
-SHORTER = {"original_max_position_embeddings": 512}
 
 
 def old_spelling(config: dict) -> dict:
@@ -52,10 +51,7 @@ def test_scaled_types_in_both_spellings(name, rope, others):
         check(spelling, rope["rope_type"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "original"),
-    [("longrope", {}), ("longrope", SHORTER), ("su", SHORTER), ("yarn", SHORTER)],
-)
+@pytest.mark.parametrize(("kind", "original"), CASES["phi3_lengths"])
 def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind, original):
     config = {"model_type": "phi3", **SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.75}
     config |= {"max_position_embeddings": 131072, **original}

@@ -110,7 +110,7 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
     assert names <= set(model.tensors), "the tower of images was read"
 
 
-LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}
+LATENT = {"to": "mla", "kv_rank": 65, "rope_dim": 32}
 
 
 @pytest.mark.slow  # three calibrations and generated text

@@ -265,7 +265,7 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
     assert record["drift"]["cache_bytes_per_token"]["student"] == 2 * 4 * (64 + 16 + 4)
 
 
-@pytest.mark.parametrize(("name", "divisors"), [("qwen3", 8), ("olmo2", 1), ("gemma2", 0)])
+@pytest.mark.parametrize(("name", "divisors"), CASES["divisors"].items())
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     model = read_model(tiny_family(name))
     request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
