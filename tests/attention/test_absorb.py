@@ -4,51 +4,21 @@ models are used.
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from helpers import precision
+from helpers.attention import random_tokens
+from helpers.checkpoints import read_json
 from torch import nn
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from kvfold.attention import absorb, deepseek, unabsorb
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 4,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "llama_4_scaling_beta": 0.5,
-}
-VARIANTS = {
-    "deepseek_v3": {"attention_bias": True},
-    "deepseek_v3 half": {"q_lora_rank": None, "rope_interleave": False},
-    "deepseek_v2": {"rope_parameters": YARN},
-    "youtu": {"attention_bias": True},
-    "mistral4": {"rope_parameters": YARN},
-}
+VARIANTS = read_json(Path(__file__).with_name("absorb.json"))
 
 
 def tiny(variant="deepseek_v3"):
@@ -56,7 +26,7 @@ def tiny(variant="deepseek_v3"):
     where they start.
     """
     torch.manual_seed(5)
-    config = AutoConfig.for_model(variant.split()[0], **{**SIZES, **VARIANTS[variant]})
+    config = AutoConfig.for_model(variant.split()[0], **VARIANTS[variant])
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,10 +40,6 @@ def tiny(variant="deepseek_v3"):
 def pair(variant="deepseek_v3"):
     stock = tiny(variant)
     return stock, absorb(copy.deepcopy(stock))
-
-
-def prompt(batch=3, length=9):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
 @torch.no_grad()
@@ -107,7 +73,7 @@ def test_decoding_equals_stock(variant, calls):
     logits = []
     caches = []
     for model in pair(variant):
-        result, cache = decode(model, prompt(length=14), [8, 1, 1, 3, 1])
+        result, cache = decode(model, random_tokens(3, 14), [8, 1, 1, 3, 1])
         logits.append(result)
         caches.append([layer.keys for layer in cache.layers])
         assert cache.layers[0].values.shape == (3, 1, 14, 8)
@@ -121,8 +87,8 @@ def test_decoding_equals_stock(variant, calls):
 def test_eager_attention_is_the_stock_form_and_returns_its_maps(calls):
     _, absorbed = pair()
     absorbed.set_attn_implementation("eager")
-    _, cache = decode(absorbed, prompt(), [8, 1])
-    step = absorbed(prompt(3, 1), past_key_values=cache, output_attentions=True)
+    _, cache = decode(absorbed, random_tokens(3, 9), [8, 1])
+    step = absorbed(random_tokens(3, 1), past_key_values=cache, output_attentions=True)
     assert step.attentions[0].shape == (3, 4, 1, 10)
     assert calls == []
 
@@ -135,10 +101,9 @@ def test_eager_attention_is_the_stock_form_and_returns_its_maps(calls):
         (3, {"num_return_sequences": 2, "num_beams": 2}),
         (1, {"prompt_lookup_num_tokens": 3}),
     ],
-    ids=["sampling", "static", "beams", "speculative"],
 )
 def test_generate_gives_the_same_tokens(batch, options, calls):
-    tokens = prompt(batch)
+    tokens = random_tokens(batch, 9)
     tokens[0, :4] = 0
     texts = []
     for model in pair():
@@ -160,7 +125,7 @@ def test_generate_gives_the_same_tokens(batch, options, calls):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_cache_begun_by_one_form_is_continued_by_the_other(static, reverse):
     models = pair()
-    tokens = prompt(length=12)
+    tokens = random_tokens(3, 12)
     expected, _ = decode(models[0], tokens, [7, 1, 1, 1, 1, 1])
     first, second = reversed(models) if reverse else models
     cache = StaticCache(config=first.config, max_cache_len=20) if static else None
@@ -175,8 +140,8 @@ def test_gradients_with_a_cache_are_those_of_stock():
     for model in pair():
         model.train()
         cache = DynamicCache(config=model.config)
-        model(prompt(), past_key_values=cache)
-        model(prompt(3, 1), past_key_values=cache).logits.square().mean().backward()
+        model(random_tokens(3, 9), past_key_values=cache)
+        model(random_tokens(3, 1), past_key_values=cache).logits.square().mean().backward()
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert_close(grads[1], grads[0], **precision.ACTIVATIONS)
 
@@ -185,18 +150,18 @@ def test_under_autocast_absorbed_models_are_the_stock_ones():
     """Rotary queries and latents are wider there than the products."""
     stock, absorbed = pair()
     with torch.autocast("cpu", torch.bfloat16):
-        expected, _ = decode(stock, prompt(), [6, 1, 1, 1])
-        logits, _ = decode(absorbed, prompt(), [6, 1, 1, 1])
+        expected, _ = decode(stock, random_tokens(3, 9), [6, 1, 1, 1])
+        logits, _ = decode(absorbed, random_tokens(3, 9), [6, 1, 1, 1])
     assert_close(logits, expected)
 
 
 @pytest.mark.slow
 def test_compiled_decoding_equals_stock():
     stock, absorbed = pair()
-    expected, _ = decode(stock, prompt(length=11), [9, 1, 1])
+    expected, _ = decode(stock, random_tokens(3, 11), [9, 1, 1])
     compiled = torch.compile(absorbed, backend="eager", fullgraph=True)
     cache = StaticCache(config=stock.config, max_cache_len=16)
-    logits, _ = decode(compiled, prompt(length=11), [9, 1, 1], cache)
+    logits, _ = decode(compiled, random_tokens(3, 11), [9, 1, 1], cache)
     assert_close(logits, expected, **precision.LOGITS)
 
 
@@ -207,7 +172,7 @@ def test_models_spread_over_devices(hooks_first, offloaded, calls):
     explicit.
     """
     model = tiny()
-    expected, _ = decode(model, prompt(length=12), [9, 1, 1, 1])
+    expected, _ = decode(model, random_tokens(3, 12), [9, 1, 1, 1])
     if not hooks_first:
         absorb(model)
     if offloaded:
@@ -215,7 +180,7 @@ def test_models_spread_over_devices(hooks_first, offloaded, calls):
     else:
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
     for form in (absorb, unabsorb):
-        logits, _ = decode(form(model), prompt(length=12), [9, 1, 1, 1])
+        logits, _ = decode(form(model), random_tokens(3, 12), [9, 1, 1, 1])
         assert_close(logits, expected, **precision.LOGITS)
     assert len(calls) == (0 if offloaded else 6)
 
@@ -228,7 +193,7 @@ def test_an_adapter_on_the_up_projection_is_obeyed():
     logits = []
     for model in pair():
         model.model.layers[0].self_attn.kv_b_proj.__class__ = Adapted
-        logits.append(decode(model, prompt(length=12), [9, 1, 1, 1])[0])
+        logits.append(decode(model, random_tokens(3, 12), [9, 1, 1, 1])[0])
     assert_close(logits[1], logits[0], **precision.LOGITS)
 
 

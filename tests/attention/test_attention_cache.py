@@ -1,4 +1,4 @@
-"""Caches: exact bytes, and growth."""
+"""Caches: exact bytes, and growth; and the package's README, whose code runs."""
 
 import re
 from pathlib import Path
@@ -47,3 +47,13 @@ def test_growing_keeps_every_token(pieces, capacity):
         assert cache.nbytes == cached.nbytes
     assert cache.length == sum(pieces)
     assert cache.capacity <= max(capacity, 1.5 * cache.length + 1)
+
+
+def test_code_of_the_readme_runs():
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["z"].shape == (2, 32, 10, 128)
+    assert names["step"].shape == (2, 32, 1, 128)
+    assert names["kv"].length == 11
+    assert names["y"].isfinite().all()

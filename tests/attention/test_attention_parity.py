@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from helpers.attention import random_tokens
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3Model, LlamaConfig, LlamaModel
 
@@ -50,10 +51,6 @@ def record(module, model, **inputs):
     return calls[0]
 
 
-def tokens():
-    return torch.randint(3, 64, (B, T))
-
-
 @pytest.mark.parametrize(("kv_heads", "padding"), [(4, 0), (2, 4), (1, 4)])
 @torch.no_grad()
 def test_llama(kv_heads, padding):
@@ -64,7 +61,7 @@ def test_llama(kv_heads, padding):
     mask[1, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(0)
     x, expected = record(
-        stock, model, input_ids=tokens(), attention_mask=mask, position_ids=positions
+        stock, model, input_ids=random_tokens(B, T), attention_mask=mask, position_ids=positions
     )
     module = GroupedAttention(
         query=stock.q_proj,
@@ -95,7 +92,7 @@ def test_deepseek_v3(query_rank):
     )
     model = initialize(DeepseekV3Model(config))
     stock = model.layers[1].self_attn
-    x, expected = record(stock, model, input_ids=tokens())
+    x, expected = record(stock, model, input_ids=random_tokens(B, T))
     if query_rank is None:
         query = stock.q_proj
     else:

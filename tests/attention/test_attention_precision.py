@@ -10,6 +10,7 @@ import torch
 from helpers.attention import Case, assert_precise, exact, naive, naive_latent
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import sampled_from
 
 from kvfold.attention import blocked, grouped_attention, latent_attention
 
@@ -23,7 +24,7 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 @st.composite
 def cases(draw, batch, queries, keys):
     # some sequences see nothing
-    slots = st.sampled_from([None, torch.randint(keys + 1, (batch,))])
+    slots = sampled_from([None, torch.randint(keys + 1, (batch,))])
     padding = {"starts": draw(slots), "lengths": draw(slots)}
     if keys < queries:
         return Case(causal=False, **padding)
@@ -37,14 +38,14 @@ def cases(draw, batch, queries, keys):
 @st.composite
 def grouped_problems(draw):
     torch.manual_seed(draw(st.integers(0, 2**20)))
-    dtype = draw(st.sampled_from(DTYPES))
-    groups = draw(st.sampled_from([1, 2, 3]))
-    heads = groups * draw(st.sampled_from([1, 2, 4]))
-    queries = draw(st.sampled_from(list(BATCHES)))
-    batch = draw(st.sampled_from(BATCHES[queries]))
-    keys = max(1, queries + draw(st.sampled_from([-1, 0, 0, 1, 40])))
-    width = draw(st.sampled_from([8, 24]))
-    value_width = draw(st.sampled_from([width, 16]))
+    dtype = draw(sampled_from(DTYPES))
+    groups = draw(sampled_from([1, 2, 3]))
+    heads = groups * draw(sampled_from([1, 2, 4]))
+    queries = draw(sampled_from(list(BATCHES)))
+    batch = draw(sampled_from(BATCHES[queries]))
+    keys = max(1, queries + draw(sampled_from([-1, 0, 0, 1, 40])))
+    width = draw(sampled_from([8, 24]))
+    value_width = draw(sampled_from([width, 16]))
     query = torch.randn(batch, heads, queries, width)
     key = torch.randn(batch, groups, keys, width)
     value = torch.randn(batch, groups, keys, value_width)
@@ -57,16 +58,16 @@ def grouped_problems(draw):
 @st.composite
 def latent_problems(draw):
     torch.manual_seed(draw(st.integers(0, 2**20)))
-    dtype = draw(st.sampled_from(DTYPES))
-    heads = draw(st.sampled_from([1, 4, 6]))
-    queries = draw(st.sampled_from(list(BATCHES)))
-    batch = draw(st.sampled_from(BATCHES[queries]))
-    keys = queries + draw(st.sampled_from([0, 0, 1, 40]))
-    rank = draw(st.sampled_from([8, 33]))
-    rope = draw(st.sampled_from([0, 2, 8]))
+    dtype = draw(sampled_from(DTYPES))
+    heads = draw(sampled_from([1, 4, 6]))
+    queries = draw(sampled_from(list(BATCHES)))
+    batch = draw(sampled_from(BATCHES[queries]))
+    keys = queries + draw(sampled_from([0, 0, 1, 40]))
+    rank = draw(sampled_from([8, 33]))
+    rope = draw(sampled_from([0, 2, 8]))
     # heads of four dims or fewer do not exist, and torch's kernel rounds them twice as much
-    nope = draw(st.sampled_from([8, 16]))
-    value_width = draw(st.sampled_from([nope + rope, 12]))
+    nope = draw(sampled_from([8, 16]))
+    value_width = draw(sampled_from([nope + rope, 12]))
     tensors = [
         torch.randn(batch, heads, queries, nope),
         torch.randn(batch, heads, queries, rope),
@@ -140,7 +141,7 @@ def test_latent_attention_and_gradients_are_as_precise_as_the_naive_formula(prob
 @given(st.data())
 def test_yardstick_is_the_reference(data):
     """The naive formula above, in float64, is what the reference computes with its loops."""
-    queries = data.draw(st.sampled_from([1, 9]))
+    queries = data.draw(sampled_from([1, 9]))
     case = data.draw(cases(2, queries, 9))
     query = torch.randn(2, 4, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 9, 8, dtype=torch.float64)

@@ -5,6 +5,7 @@ own.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers.processes import run_python
@@ -12,20 +13,7 @@ from helpers.processes import run_python
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
 pytestmark = pytest.mark.slow
 
-CASES = {
-    "plain": {},
-    "split": {"splits": 3, "S": 200},
-    "ragged-lengths": {"lengths": [1, 70, 130], "splits": 2},
-    "left-padding": {"padding": [0, 5, 100], "splits": 2},
-    "sees-nothing": {"lengths": [0, 7, 130]},
-    "full-size": {"B": 1, "H": 32, "R": 512, "P": 64, "S": 150, "splits": 2},
-    "many-heads": {"B": 1, "H": 80, "R": 32, "P": 16, "S": 70},
-    "odd-sizes": {"H": 5, "R": 47, "P": 18, "S": 67},
-    "one-slot": {"S": 1},
-    "strided-cache": {"strided": True},
-    "bfloat16": {"dtype": "bfloat16", "R": 128, "splits": 2},
-    "large-scores": {"gain": 60.0},
-}
+CASES = json.loads(Path(__file__).with_name("decode_kernel.json").read_text())
 
 WORKER = """
 import json, sys

@@ -78,7 +78,6 @@ def masks(monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [Case(), Case(starts=torch.tensor([0, 7])), Case(offset=20)],
-    ids=["whole", "starts", "offset"],
 )
 @torch.no_grad()
 def test_a_decoding_step_is_the_formula(masks, case, dtype):

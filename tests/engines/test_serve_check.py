@@ -23,7 +23,6 @@ def script(monkeypatch):
         ([[1] * 32, [2] * 31 + [3]], 0.002, "wrong", "63 of 64", 0),
         ([[1] * 32, [2] * 4 + [3] * 28], 0.0009, "equal", "36 of 64", 1),
     ],
-    ids=["equal", "different", "different after a tie of logits"],
 )
 def test_verdicts(script, found, apart, verdict, equal, ties):
     reference = SimpleNamespace(tokens=[[1] * 32, [2] * 32], gap=lambda row, at, token: apart)

@@ -14,6 +14,16 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import Model, make_model
 
 
+def convert(model: Path | str, out: Path | str, progress: Any = None, **options: Any) -> Any:
+    """The conversion of ``model`` into ``out``; it prints no progress."""
+    return convert_checkpoint(ConvertRequest(model, out, **{"quiet": True, **options}), progress)
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file."""
+    return json.loads(file.read_text())
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors files."""
     return {

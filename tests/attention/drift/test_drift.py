@@ -161,7 +161,6 @@ def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch)
         ({}, random_tokens().float(), {}),
         ({}, random_tokens(), {"batch": 0}),
     ],
-    ids=["depth", "vocabulary", "one sequence", "dtype", "batch"],
 )
 def test_what_cannot_be_compared_is_an_error(changes, tokens, options, refused):
     with refused(ValueError):

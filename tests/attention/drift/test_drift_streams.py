@@ -99,7 +99,6 @@ def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
         (tiny_decoder("llama").bfloat16(), 2 * 3 * 2 * 8 * 2),
         (tiny_decoder("deepseek_v3"), 3 * (12 + 4) * 4),
     ],
-    ids=["MHA", "GQA bfloat16", "MLA"],
 )
 def test_cache_bytes_are_those_of_the_formulas(model, expected):
     assert as_stream(model).cache_bytes_per_token() == expected

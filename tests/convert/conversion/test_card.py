@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from helpers.checkpoints import convert, read_json
 from huggingface_hub import ModelCard
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import card
@@ -20,7 +20,6 @@ from kvfold.convert.conversion.card import (
     render_trained_card,
 )
 from kvfold.convert.conversion.judgment import judge_drift
-from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.data import demo_folder
 
 
@@ -38,21 +37,11 @@ def front(tmp_path):
 
 
 OURS = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["kvfold"]}
-OTHER = {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}
-BASES = {"base_model": ["team/one", "team/two"]}
+# The metadata of a source, and what a result keeps of it.
+KEPT = read_json(Path(__file__).with_name("card.json"))
 
 
-@pytest.mark.parametrize(
-    ("metadata", "kept"),
-    [
-        ({"license": "apache-2.0", "tags": ["mine"]}, {"license": "apache-2.0"}),
-        (OTHER, OTHER),
-        (BASES, BASES | {"base_model_relation": "finetune"}),
-        ({"language": ["en", "multilingual"]}, {"language": ["en", "multilingual"]}),
-        ({"language": "English", "base_model": "/home/me/model", "license": 4}, {}),
-        ({"license": ["mit", 4], "license_name": {"a": "b"}}, {"license": ["mit"]}),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "kept"), KEPT)
 def test_license_and_base_model_are_kept(front, metadata, kept):
     assert front(f"---\n{json.dumps(metadata)}\n---\n# Tiny\n") == OURS | kept
 
@@ -74,8 +63,7 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
     text.write_text("Some words about nothing. " * 900)
     source = shutil.copytree(tiny_reader, tmp_path / "tiny llama")
     options = {"to": "mqa", "method": "mean", "samples": 4, "seq_len": 16, "refine": 1}
-    request = ConvertRequest(source, tmp_path / "out", calibration=text, quiet=True, **options)
-    done = convert_checkpoint(request)
+    done = convert(source, tmp_path / "out", calibration=text, **options)
     again = shlex.split(done.summary().splitlines()[-1])
     assert again[:4] == ["next", "kvfold", "convert", str(source)]
     assert str(text) in again
@@ -96,8 +84,7 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
 @pytest.mark.slow
 def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     source = shutil.copytree(tiny_reader, tmp_path / "tiny")
-    latent = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
-    convert_checkpoint(ConvertRequest(source, tmp_path / "out", quiet=True, **latent))
+    convert(source, tmp_path / "out", to="mla", kv_rank=24, rope_dim=8, method="svd")
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
     monkeypatch.chdir(tmp_path / "out")
     card = Path("README.md").read_text()
@@ -112,7 +99,7 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     words = ["uptrain", *shlex.split(line), *sizes.split()]
     done = CliRunner().invoke(kvfold, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert json.loads(Path("trained.json").read_text())["teacher"] == "tiny"
+    assert read_json(Path("trained.json"))["teacher"] == "tiny"
     assert (tmp_path / "trained" / "config.json").is_file()
 
 
@@ -137,28 +124,18 @@ def test_names_from_files_cannot_leave_their_line_of_a_card():
 
 
 def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    out = tmp_path / "out"
-    options = {"to": "mqa", "samples": 2, "seq_len": 16, "quiet": True}
-    done = convert_checkpoint(ConvertRequest(tiny_reader, out, **options))
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(tmp_path)
+    done = convert(tiny_reader, "out", to="mqa", samples=2, seq_len=16)
     lines = done.summary().splitlines()
+    assert max(map(len, lines[:-1])) <= 60
     labels = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert labels == ["made", "cache", "loss", "verdict", "next"]
     assert done.to_dict()["verdict"] == done.verdict == judge_drift(done.drift)
-    assert f"\nVerdict: {done.verdict} " in (out / "README.md").read_text()
-
-
-def test_a_block_wraps_its_rows_and_quotes_the_next_command(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    command = ["kvfold", "convert", "my model", "OUT", "--to", "mqa"]
-    *lines, last = format_block([("made", "words " * 12), ("loss", "")], command).splitlines()
-    assert max(map(len, lines)) <= 40
-    assert not any(line.startswith("loss") for line in lines)
-    assert shlex.split(last) == ["next", *command]
+    assert f"\nVerdict: {done.verdict} " in Path("out/README.md").read_text()
 
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
-    request = ConvertRequest(demo_folder(), tmp_path / "out", "mla", budget=64, dry_run=True)
-    done = convert_checkpoint(request)
+    done = convert(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
     assert "MLA, split by measured drift" in done.summary()
     assert "sha256" not in done.to_dict()["source"]  # no weights were read

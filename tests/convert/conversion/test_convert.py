@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.checkpoints import stock_model, tensors
+from helpers import checkpoints
+from helpers.checkpoints import read_json, stock_model, tensors
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -28,17 +28,17 @@ def source(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-    }
     config = LlamaConfig(
-        vocab_size=96, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, **sizes
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
-    text = json.loads((folder / "config.json").read_text())
+    text = read_json(folder / "config.json")
     text["rope_theta"], text["torch_dtype"] = 10000.0, text.pop("dtype")
     text["transformers_version"], text["my_own_key"] = "4.30.0", {"kept": [1, 2]}
     (folder / "config.json").write_text(json.dumps(text))
@@ -54,11 +54,9 @@ def model(source, tmp_path):
     return Path(shutil.copytree(source, tmp_path / "model"))
 
 
-def convert(model, out, **options):
-    options = {"to": "gqa", "kv_heads": 2, "method": "mean", "quiet": True, **options}
-    if options["to"] == "mqa":
-        options.pop("kv_heads")
-    return convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **options))
+def convert(model, out, to="gqa", **options):
+    heads = {"kv_heads": 2} if to == "gqa" else {}
+    checkpoints.convert(model, out, to=to, **{"method": "mean", **heads, **options})
 
 
 def refused(model, out, **options):
@@ -90,9 +88,7 @@ def test_only_keys_and_values_change(source, pooled):
         else:
             assert torch.equal(after[name], value), name
     # The config is edited, not rewritten.
-    before, after = (
-        json.loads((folder / "config.json").read_text()) for folder in (source, pooled)
-    )
+    before, after = (read_json(folder / "config.json") for folder in (source, pooled))
     assert (before.pop("num_key_value_heads"), after.pop("num_key_value_heads")) == (8, 2)
     assert list(after.items()) == list(before.items())
 
@@ -102,7 +98,7 @@ def test_side_files_and_the_record(source, pooled):
     generation = "generation_config.json"
     assert (pooled / generation).read_bytes() == (source / generation).read_bytes()
     assert "license: mit" in (pooled / "README.md").read_text()
-    record = json.loads((pooled / "kvfold.json").read_text())
+    record = read_json(pooled / "kvfold.json")
     assert record["source"]["sha256"] == open_checkpoint(source).compute_model_digest()
     assert record["cache_elements"] == {"from": 128, "to": 32}
     norm = "model.norm.weight"
@@ -118,7 +114,7 @@ def test_further_chat_templates_go_along(model, tmp_path):
     out = tmp_path / "out"
     convert(model, out)
     assert (out / template).read_text() == "{{ messages }}"
-    assert template in json.loads((out / "kvfold.json").read_text())["files"]
+    assert template in read_json(out / "kvfold.json")["files"]
 
 
 def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
@@ -135,16 +131,15 @@ def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
         "factor": 4.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
     }
-    table["original_max_position_embeddings"] = 32
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     out = tmp_path / "out"
-    config = {name: value for name, value in config.items() if name != "rope_theta"} | {
-        "rope_parameters": table
-    }
+    del config["rope_theta"]
+    config["rope_parameters"] = table
     (model / "config.json").write_text(json.dumps(config))
     convert(model, out)
-    wrote = json.loads((out / "config.json").read_text())
+    wrote = read_json(out / "config.json")
     assert (wrote["rope_theta"], wrote["rope_parameters"]) == (500.0, table)
     tokens = torch.arange(96)[None, :64]
     both = AutoModelForCausalLM.from_pretrained(out)(tokens).logits
@@ -195,7 +190,7 @@ def test_numbers_of_heads_that_a_source_cannot_have(source, tmp_path):
 def test_stored_dtype(source, tmp_path):
     convert(source, tmp_path / "out", dtype="float16")
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
 
 
@@ -274,13 +269,9 @@ def link_elsewhere(model):
         (link_elsewhere, "generation_config.json"),
         (lambda model: (model / "generation_config.json").unlink(), "generation_config.json"),
     ],
-    ids=["replaced", "overwritten", "truncated", "linked", "removed"],
 )
 def test_a_change_during_the_run(model, change, found):
     (model / "generation_config.json").write_text("{}")
-    request = ConvertRequest(
-        model=str(model), out=str(model.parent / "out"), to="mqa", method="mean"
-    )
     pending = [change]
 
     def progress(stage, done, total):
@@ -288,6 +279,6 @@ def test_a_change_during_the_run(model, change, found):
             pending.pop()(model)
 
     with pytest.raises(InputError) as raised:
-        convert_checkpoint(request, progress)
+        convert(model, model.parent / "out", progress=progress)
     assert any(found in line for line in (raised.value.message, *raised.value.details))
     assert not list(model.parent.glob("*out*"))

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers import checkpoints
+from helpers.checkpoints import read_json, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.attention.drift.compare import compare_models
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
@@ -24,65 +24,47 @@ from kvfold.convert.text.windows import load_calibration
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
+FOLD = {"to": "gqa", "kv_heads": 2}
 LATENT = {"to": "mla", "kv_rank": 32, "rope_dim": 32}
 
 
-def convert(out, **options):
-    model = options.pop("model", demo_folder())
-    return convert_checkpoint(
-        ConvertRequest(model=str(model), out=str(out), **{**QUICK, **options})
-    )
+DEMO = demo_folder()
 
 
-@pytest.fixture(scope="module")
-def held_out():
-    return cut_token_windows(
-        AutoTokenizer.from_pretrained(demo_folder()), read_text("held_out"), 8, 128
-    )
+def convert(out, model=DEMO, **options):
+    return checkpoints.convert(model, out, **{**QUICK, **options})
 
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory):
     out = tmp_path_factory.mktemp("folded") / "out"
-    convert(out, to="gqa", kv_heads=2)
-    return out
-
-
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory):
-    out = tmp_path_factory.mktemp("latent") / "out"
-    convert(out, **LATENT)
+    convert(out, **FOLD)
     return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("made", "baseline"),
-    [
-        ("folded", {"to": "gqa", "kv_heads": 2, "method": "mean"}),
-        ("latent", {**LATENT, "method": "svd"}),
-    ],
-)
-def test_principal_loses_a_fraction_of_what_methods_without_text_lose(
-    request, tmp_path, held_out, made, baseline
-):
-    convert(tmp_path / "out", **baseline)
-    folders = demo_folder(), tmp_path / "out", request.getfixturevalue(made)
+@pytest.mark.parametrize(("target", "baseline"), [(FOLD, "mean"), (LATENT, "svd")])
+def test_principal_loses_a_fraction_of_what_methods_without_text_lose(tmp_path, target, baseline):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    held_out = cut_token_windows(tokenizer, read_text("held_out"), 8, 128)
+    folders = DEMO, tmp_path / baseline, tmp_path / "principal"
+    for folder in folders[1:]:
+        convert(folder, **target, method=folder.name)
     source, plain, principal = (measure_perplexity(folder, held_out) for folder in folders)
     assert source < principal < source + (plain - source) / 3
 
 
 def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokens = load_calibration(
         [(None, 1.0)], tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512
     ).long
     models = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in (demo_folder(), folded)
+        for folder in (DEMO, folded)
     )
     before, after = (compute_token_losses(model, tokens).double() for model in models)
-    stretches = json.loads((folded / "kvfold.json").read_text())["drift"]["excess_by_position"]
+    stretches = read_json(folded / "kvfold.json")["drift"]["excess_by_position"]
     assert [each["end"] for each in stretches] == [64, 128, 256, 512]
     for each in stretches:
         part = slice(each["start"] - 1, each["end"] - 1)
@@ -106,7 +88,7 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
 
 
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
-    record = json.loads((folded / "kvfold.json").read_text())
+    record = read_json(folded / "kvfold.json")
     for groups in record["groups"]:
         assert sorted(head for group in groups for head in group) == list(range(8))
     # similar is the default
@@ -141,9 +123,10 @@ def split(tmp_path_factory, tiny_reader):
     """The record of a run with a budget, its config, and the steps of its progress."""
     out = tmp_path_factory.mktemp("split") / "out"
     steps = []
-    request = ConvertRequest(model=tiny_reader, out=out, to="mla", budget=8, **LITTLE, quiet=True)
-    record = convert_checkpoint(request, progress=lambda *step: steps.append(step)).record
-    return record, json.loads((out / "config.json").read_text()), steps
+    done = convert(
+        out, tiny_reader, progress=lambda *step: steps.append(step), to="mla", budget=8, **LITTLE
+    )
+    return done.record, read_json(out / "config.json"), steps
 
 
 def test_a_budget_takes_the_split_that_drifts_least(split):
@@ -212,21 +195,20 @@ def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reade
     for name, rope in (("dynamic", DYNAMIC | ROPE), ("plain", {"rope_type": "default"} | ROPE)):
         model = shutil.copytree(tiny_reader, tmp_path / name)
         out = tmp_path / f"{name}-folded"
-        config = json.loads((model / "config.json").read_text())
+        config = read_json(model / "config.json")
         (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-        convert_checkpoint(ConvertRequest(model, out, to="mqa", samples=4, seq_len=32, quiet=True))
-        assert json.loads((out / "config.json").read_text())["rope_parameters"] == rope
+        convert(out, model, to="mqa", **LITTLE)
+        assert read_json(out / "config.json")["rope_parameters"] == rope
         written.append(tensors(out))
     dynamic, plain = written
     assert all(torch.equal(dynamic[name], plain[name]) for name in plain)
 
 
 def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path):
-    model = shutil.copytree(demo_folder(), tmp_path / "model")
+    model = shutil.copytree(DEMO, tmp_path / "model")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
-    options = {"model": model, "to": "mqa", "group": "contiguous", **LITTLE}
-    done = convert(tmp_path / "out", **options)
+    done = convert(tmp_path / "out", model, to="mqa", group="contiguous", **LITTLE)
     text = done.record["calibration"]
     drift = done.record["drift"]
     assert text["source"] == "the built-in standard-library text + self:0.5"

@@ -5,15 +5,15 @@ queries and keys.
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import random_tokens
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, stock_model
+from helpers.checkpoints import add_demo_tokenizer, convert, stock_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
 
 WIDTH = 32
-TOKENS = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
+TOKENS = random_tokens(2, 24)
 
 
 def save(folder, model):
@@ -22,16 +22,16 @@ def save(folder, model):
     return folder
 
 
-def qwen3(kv_heads, seed=0, eps=1e-6):
+def qwen3(eps=1e-6):
     """Heads as wide as the model; no norm has the weights that it starts from."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=2048,
         hidden_size=WIDTH,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=2,
         head_dim=WIDTH,
         max_position_embeddings=128,
         initializer_range=0.2,
@@ -53,7 +53,7 @@ def steady(tmp_path_factory):
     The usual eps of that norm would let the lengths of the embeddings vary by 3e-6, and the logits
     by 9e-5.
     """
-    model = qwen3(kv_heads=2, eps=1e-12)
+    model = qwen3(1e-12)
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
@@ -63,9 +63,7 @@ def steady(tmp_path_factory):
     return save(tmp_path_factory.mktemp("steady"), model)
 
 
-def convert(model, out, **options):
-    request = {"to": "mla", "samples": 8, "seq_len": 64, "quiet": True, **options}
-    convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **request))
+TEXT = {"samples": 8, "seq_len": 64}
 
 
 def of_tokens(model):
@@ -75,20 +73,21 @@ def of_tokens(model):
 @pytest.mark.parametrize("method", ["principal", "svd"])
 def test_norms_without_effect_convert_exactly(steady, tmp_path, method):
     out = tmp_path / "out"
-    convert(steady, out, kv_rank=WIDTH + 1, rope_dim=2 * WIDTH, method=method)
+    latent = {"to": "mla", "kv_rank": WIDTH + 1, "rope_dim": 2 * WIDTH}
+    convert(steady, out, **latent, **TEXT, method=method)
     precision.assert_same_function(stock_model(out), stock_model(steady), of_tokens)
 
 
 def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
     """Keys of least squares would lose a little here: held-out text leaves them aside."""
-    model = qwen3(kv_heads=2)
+    model = qwen3()
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 projection.weight[WIDTH:] = projection.weight[:WIDTH]
     source = save(tmp_path / "source", model)
     out = tmp_path / "out"
-    convert(source, out, to="mqa")
+    convert(source, out, to="mqa", **TEXT)
     precision.assert_same_function(stock_model(out), stock_model(source), of_tokens)
 
 
@@ -96,7 +95,6 @@ def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
 # is.
 
 ATTENTION = "qkvo"
-TEXT = {"samples": 4, "seq_len": 24}
 WHOLE = {"to": "mla", "kv_rank": 17, "rope_dim": 16, "allow_growth": True}
 HALF = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
 CASES = {  # what is multiplied by what, and conversions that lose nothing then
@@ -112,13 +110,14 @@ CASES = {  # what is multiplied by what, and conversions that lose nothing then
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    config = LlamaConfig(vocab_size=2048, num_hidden_layers=2, initializer_range=0.2, **sizes)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.2,
+    )
     return LlamaForCausalLM(config).state_dict(), config
 
 
@@ -142,17 +141,12 @@ def test_results_are_finite_and_exact_where_the_source_is(
         if any(each in name for each in names)
     }
     changed.load_state_dict({**tensors, **scaled})
-    changed.save_pretrained(tmp_path / "model")
-    add_demo_tokenizer(tmp_path / "model")
-    expected = logits(tmp_path / "model")
+    source = save(tmp_path / "model", changed)
+    expected = logits(source)
     assert expected.isfinite().all()
     for number, options in enumerate(conversions):
         out = tmp_path / str(number)
-        convert_checkpoint(
-            ConvertRequest(
-                model=str(tmp_path / "model"), out=str(out), quiet=True, **options, **TEXT
-            )
-        )
+        convert(source, out, **options, samples=4, seq_len=24)
         assert verify_checkpoint(out).problems == []
         torch.testing.assert_close(
             logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max())

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, hub_config
+from helpers.checkpoints import add_demo_tokenizer, convert, hub_config
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert import ConvertRequest, InputError
 from kvfold.convert.conversion import memory
 from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import checkpoint_from_config, make_plan
@@ -36,18 +36,17 @@ def config_only(tmp_path_factory):
 @pytest.mark.parametrize(
     ("target", "kind", "elements"),
     [(FOLD, "GQA-8", 2048), ({"to": "mla", "kv_rank": 512, "rope_dim": 64}, "MLA 512+64", 576)],
-    ids=["gqa", "mla"],
 )
 def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, elements, tmp_path):
     request = {"model": config_only, "out": tmp_path / "out", **target}
-    done = convert_checkpoint(ConvertRequest(**request, dry_run=True))
+    done = convert(**request, dry_run=True)
     found = done.to_dict()
     assert found["attention"] == {"from": "MHA", "to": kind}
     assert found["cache_elements"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
     assert f"memory   about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
     with pytest.raises(InputError, match="has no weights"):
-        convert_checkpoint(ConvertRequest(**request))
+        convert(**request)
     assert not (tmp_path / "out").exists()
 
 
@@ -76,17 +75,16 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
 def wide(tmp_path_factory):
     """A model of width 768, whose fits take more than the libraries."""
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {
-        "hidden_size": 768,
-        "intermediate_size": 1024,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 128,
-    }
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(
-        folder
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=768,
+        intermediate_size=1024,
+        num_attention_heads=12,
+        num_hidden_layers=1,
+        max_position_embeddings=128,
     )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     add_demo_tokenizer(folder)
     return folder
 
@@ -101,7 +99,6 @@ def wide(tmp_path_factory):
         {"to": "mla", "kv_rank": 64, "rope_dim": 16, "seq_len": 64},
         {"to": "mqa", "method": "mean", "polish": 1, "seq_len": 64},
     ],
-    ids=["latent", "polished"],
 )
 def test_the_peak_is_what_was_announced(options, wide, tmp_path):
     request = {
@@ -112,9 +109,7 @@ def test_the_peak_is_what_was_announced(options, wide, tmp_path):
         "precision": "float32",
         **options,
     }
-    announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()[
-        "memory_bytes"
-    ]
+    announced = convert(**request, dry_run=True).to_dict()["memory_bytes"]
     peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
     assert peak < announced < 2.5 * peak

@@ -1,27 +1,27 @@
 """``--refine`` and ``--polish`` end to end."""
 
-import json
-
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers import checkpoints
+from helpers.checkpoints import read_json, tensors
+from helpers.forked import snapshot
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert import InputError
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 
-QUICK = {"samples": 4, "seq_len": 32, "quiet": True}
+QUICK = {"samples": 4, "seq_len": 32}
 MQA = {"to": "mqa", "group": "contiguous"}
 LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
 GQA = {"to": "gqa", "kv_heads": 2, "group": "contiguous"}
 
 
 def convert(out, model, **options):
-    convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **{**QUICK, **options}))
-    return json.loads((out / "kvfold.json").read_text())
+    checkpoints.convert(model, out, **{**QUICK, **options})
+    return read_json(out / "kvfold.json")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,6 @@ def convert(out, model, **options):
         ),
         pytest.param({**LATENT, "method": "svd", "dtype": "float16"}, marks=pytest.mark.slow),
     ],
-    ids=["latent", "mean", "engine", "svd"],
 )
 def test_polishing_brings_the_model_closer_and_changes_attention_alone(
     tiny_reader, tmp_path, options
@@ -97,7 +96,7 @@ def unbroken(tiny_reader, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(polishing, "POLISH_ROUND", 2)
         convert(out, tiny_reader, **POLISHED)
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return snapshot(out)
 
 
 @pytest.mark.slow
@@ -121,21 +120,20 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     monkeypatch.setattr(training.PolishTask, "backward", counted)
     convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == 3  # the third step once more
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken
+    assert snapshot(tmp_path / "out") == unbroken
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 50 << 20)
-    options = {"model": str(demo_folder()), "out": str(tmp_path / "out"), **MQA, "polish": "auto"}
     with pytest.raises(
         InputError,
         match=r"--polish needs the whole model in memory: about .*, but only 52.4 MB are free",
     ):
-        convert_checkpoint(ConvertRequest(**options))
+        convert(tmp_path / "out", demo_folder(), **MQA, polish="auto")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])
+@pytest.mark.parametrize("options", [GQA, LATENT])
 def test_refinement_brings_a_trained_model_closer(tmp_path, options):
     options |= {"samples": 16, "seq_len": 64}
     plain = convert(tmp_path / "plain", demo_folder(), **options)

@@ -4,14 +4,16 @@ import os
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import forked
 from helpers.cases import mostly_slow
+from helpers.checkpoints import convert
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert import InputError
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.cli import main
 from kvfold.convert.conversion import calibration, journal, output, polishing
@@ -51,7 +53,7 @@ def child(tmp_path_factory):
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
                 calibration.sample_sequences = lambda *_: pytest.fail("the text was written again")
-            convert_checkpoint(ConvertRequest(**options))
+            convert(**options)
 
         return forked.run(tmp_path_factory.mktemp("log"), work)
 
@@ -61,14 +63,18 @@ def child(tmp_path_factory):
 @pytest.fixture
 def request_of(tiny_reader, tmp_path):
     """``request_of("mqa")``: options of a run of some seconds that writes ``tmp_path / "out"``."""
-    fixed = {
-        "model": str(tiny_reader),
-        "out": str(tmp_path / "out"),
-        "samples": 4,
-        "seq_len": 24,
-        "quiet": True,
-    }
+    fixed = {"model": tiny_reader, "out": tmp_path / "out", "samples": 4, "seq_len": 24}
     return lambda name, **options: {**fixed, **OPTIONS[name], **options}
+
+
+@contextmanager
+def fail_at_the_end():
+    """The run in the block fails after its last layer; what else is patched is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        failure = RuntimeError("the disk went away")
+        patch.setattr(output, "render_model_card", Mock(side_effect=failure))
+        with pytest.raises(RuntimeError, match="went away"):
+            yield patch
 
 
 KILLS = {
@@ -85,7 +91,7 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
 ):
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
-    convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken)}))
+    convert(**options | {"out": unbroken})
     for layers, made in KILLS[name]:
         killed = child(options, layers)
         assert killed.status == -signal.SIGKILL, killed.stderr
@@ -113,11 +119,11 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     def refused(used, **other):
         way_out = "use the same to continue after its layer 1, or --fresh to discard it"
         with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
-            convert_checkpoint(ConvertRequest(**{**options, **other}))
+            convert(**options | other)
 
     def stopped(layer, **changes):
         with pytest.raises(RuntimeError, match=f"after layer {layer}") as raised:
-            convert_checkpoint(ConvertRequest(**{**options, **changes}))
+            convert(**options | changes)
         assert raised.value.__notes__ == [f"finished layers kept for the same request: {layer}"]
         assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
         return capsys.readouterr().err
@@ -137,18 +143,14 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     assert "model.safetensors changed since then; starting over" in stopped(1, seed=1)
 
 
-def test_a_resumed_run_computes_with_as_many_threads_as_before(
-    tmp_path, request_of, monkeypatch, capsys
-):
+def test_a_resumed_run_computes_with_as_many_threads_as_before(request_of, capsys):
     threads = torch.get_num_threads()
-    with monkeypatch.context() as patch:
-        patch.setattr(output, "render_model_card", Mock(side_effect=ZeroDivisionError))
-        torch.set_num_threads(2)
-        with pytest.raises(ZeroDivisionError):
-            convert_checkpoint(ConvertRequest(**request_of("mqa")))
+    torch.set_num_threads(2)
+    with fail_at_the_end():
+        convert(**request_of("mqa"))
     try:
         torch.set_num_threads(1)
-        convert_checkpoint(ConvertRequest(**request_of("mqa")))
+        convert(**request_of("mqa"))
         assert torch.get_num_threads() == 2
         assert "computing with 2 threads, as the interrupted run did" in capsys.readouterr().err
     finally:
@@ -160,12 +162,8 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
     tmp_path, request_of, capsys, truncated
 ):
     options = request_of("mqa") | {"refine": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            output, "render_model_card", Mock(side_effect=RuntimeError("the disk went away"))
-        )
-        with pytest.raises(RuntimeError, match="went away"):
-            convert_checkpoint(ConvertRequest(**options))
+    with fail_at_the_end():
+        convert(**options)
     assert not (tmp_path / "out").exists()
     if truncated:
         (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
@@ -179,10 +177,10 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
             "gather_statistics",
             lambda *given: fitted.append(given[1].index) or gather(*given),
         )
-        convert_checkpoint(ConvertRequest(**options))
+        convert(**options)
     assert fitted == ([0, 1] if truncated else [])
     assert ("model.safetensors changed since then" in capsys.readouterr().err) == truncated
-    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
+    convert(**options | {"out": tmp_path / "unbroken"})
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
@@ -200,30 +198,25 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     tmp_path, request_of, torn
 ):
     options = request_of("mqa", polish=3, repeat_text=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            output, "render_model_card", Mock(side_effect=RuntimeError("the disk went away"))
-        )
+    with fail_at_the_end() as patch:
         if torn:
             patch.setattr(polishing, "ShardWriter", Torn)
-        with pytest.raises(RuntimeError, match="went away"):
-            convert_checkpoint(ConvertRequest(**options))
+        convert(**options)
     (state,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
     assert (
         torch.load(state, weights_only=True)["best_step"] > 0
     )  # else the files have the layers as they were fitted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolishTask, "backward", lambda *_: pytest.fail("trained again"))
-        convert_checkpoint(ConvertRequest(**options))
-    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
+        convert(**options)
+    convert(**options | {"out": tmp_path / "unbroken"})
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
 def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
-    options = {"model": str(demo_folder()), "to": "mqa", "method": "mean"}
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
-    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
+    convert(demo_folder(), tmp_path / "out", to="mqa", method="mean")
     assert (tmp_path / "out" / "config.json").is_file()
     assert not left.exists()
 

@@ -6,9 +6,9 @@ import math
 from functools import cache
 
 import pytest
+from helpers.checkpoints import convert
 from transformers import AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_text
 from kvfold.convert.measure.losses import cut_token_windows, measure_perplexity
 
@@ -26,7 +26,7 @@ def excess_of(model, text, place, sequences, **common):
     @cache
     def excess(**options):
         out = place / "-".join(map(str, options.values()))
-        convert_checkpoint(ConvertRequest(model=model, out=out, quiet=True, **common, **options))
+        convert(model, out, **common, **options)
         return math.log(measure_perplexity(out, tokens) / before)
 
     return excess

@@ -15,47 +15,48 @@ from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of
 
 
+@pytest.fixture
+def stored(tiny_family, tmp_path):
+    """A tiny llama whose weights are in bfloat16."""
+    folder = shutil.copytree(tiny_family("llama"), tmp_path / "llama")
+    path = folder / "model.safetensors"
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def set_speed(monkeypatch):
+    """``set_speed(4.0)``: products in bfloat16 are measured to be so many times as fast."""
+    return lambda speed: monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *_: speed)
+
+
 def test_the_faster_arithmetic_is_taken_only_for_weights_stored_in_it(
-    tiny_family, tmp_path, monkeypatch
+    tiny_family, stored, set_speed
 ):
     cpu = torch.device("cpu")
     assert device.measure_bfloat16_speedup(cpu, 96, 64) > 0
-    stored = open_checkpoint(in_bfloat16(tiny_family("llama"), tmp_path / "llama"))
+    checkpoint = open_checkpoint(stored)
     for speed, expected in ((4.0, torch.bfloat16), (1.1, None)):
-        monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape, speed=speed: speed)
-        assert training_autocast(stored, cpu) == expected
+        set_speed(speed)
+        assert training_autocast(checkpoint, cpu) == expected
         assert training_autocast(open_checkpoint(tiny_family("llama")), cpu) is None
-        assert training_autocast(stored, cpu, "bfloat16") == torch.bfloat16
-        assert training_autocast(stored, cpu, "float32") is None
+        assert training_autocast(checkpoint, cpu, "bfloat16") == torch.bfloat16
+        assert training_autocast(checkpoint, cpu, "float32") is None
 
 
-def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(
-    tiny_family, tmp_path, monkeypatch
-):
-    plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"), quiet=False)
+def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(stored, tmp_path, set_speed):
+    plan = plan_of(stored, quiet=False)
     for speed in (4.0, 0.5):
-        monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape, speed=speed: speed)
+        set_speed(speed)
         assert open_source_stream(plan, tmp_path).autocast == torch.bfloat16
-
-
-def in_bfloat16(folder, copy):
-    folder = shutil.copytree(folder, copy)
-    path = folder / "model.safetensors"
-    save_file(
-        {name: tensor.bfloat16() for name, tensor in load_file(path).items()},
-        path,
-        metadata={"format": "pt"},
-    )
-    return folder
 
 
 @pytest.mark.parametrize(
     "target", [{"to": "mqa"}, {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}]
 )
-def test_steps_in_bfloat16_reach_what_those_in_float32_do(
-    tiny_family, tmp_path, monkeypatch, target
-):
-    plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"))
+def test_steps_in_bfloat16_reach_what_those_in_float32_do(stored, set_speed, monkeypatch, target):
+    plan = plan_of(stored, **target)
     errors = {}
     dtypes = []
     attend = interface.blocked_attention
@@ -63,9 +64,7 @@ def test_steps_in_bfloat16_reach_what_those_in_float32_do(
         interface, "blocked_attention", lambda *args: dtypes.append(args[1].dtype) or attend(*args)
     )
     for fast in (False, True):
-        monkeypatch.setattr(
-            device, "measure_bfloat16_speedup", lambda *shape, fast=fast: 4.0 if fast else 1.0
-        )
+        set_speed(4.0 if fast else 1.0)
         _steps, step, tensors = first_step(plan)
         refined = refine_layer(step, tensors, task_of(plan))
         errors[fast] = min(refined.errors)

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import forked
+from helpers.checkpoints import convert
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
@@ -37,8 +37,7 @@ def latent(tiny_family, tmp_path_factory):
     """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
     source = tiny_family("qwen2", sliding_window=None, layer_types=None)
-    request = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
-    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **request))
+    convert(source, out, to="mla", kv_rank=24, rope_dim=8, method="svd")
     return out
 
 

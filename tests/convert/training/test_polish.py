@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.attention import random_tokens
 from helpers.checkpoints import stock_model
 from torch.testing import assert_close
 
@@ -20,7 +21,7 @@ from kvfold.convert.training.loop import distillation_loss, next_token_loss
 from kvfold.convert.training.polish import PolishTask, TeacherText, TrainingText, compute_slowdown
 from kvfold.convert.walk.walk import Student
 
-TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+TOKENS = random_tokens(2, 12)
 
 
 class FixedText(TrainingText):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.attention import random_tokens
 from torch.testing import assert_close
 
 from kvfold.convert import ConvertRequest
@@ -35,25 +36,15 @@ AFTER_ATTENTION = {
 
 
 def plan_of(folder, **options):
-    request = ConvertRequest(
-        **{
-            "model": str(folder),
-            "out": "unused",
-            "to": "mqa",
-            "method": "mean",
-            "refine": 30,
-            "quiet": True,
-            **options,
-        }
-    )
+    options = {"to": "mqa", "method": "mean", "refine": 30, "quiet": True, **options}
+    request = ConvertRequest(folder, "unused", **options)
     return make_plan(request, open_checkpoint(request.model))
 
 
 def first_step(plan, tokens=None):
     """The first step of a walk over ``tokens``, random ones by default, and its pooled tensors."""
     if tokens is None:
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
+        tokens = random_tokens(16, 24)
     with TemporaryDirectory() as scratch:
         source = open_source_stream(plan, Path(scratch))
     student = Student(source, plan.output)

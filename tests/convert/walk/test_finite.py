@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
+from helpers.checkpoints import convert
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -42,22 +42,16 @@ def damaged(tmp_path):
     ("target", "name", "value"),
     [("mqa", name, math.nan) for name in WHERE]
     + [
-        (target, next(iter(WHERE)), value)
-        for target, value in (("refined mean", math.nan), ("mla", math.inf))
+        ("refined mean", "model.layers.1.mlp.up_proj.weight", math.nan),
+        ("mla", "model.layers.1.mlp.up_proj.weight", math.inf),
     ],
 )
 def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, name, value):
     text = tmp_path / "few.txt"
     text.write_text("def function(argument): return a value of the list. " * 60)
-    options = {
-        "model": str(damaged(name, value)),
-        "out": str(tmp_path / "out"),
-        "calibration": str(text),
-    }
+    options = {"calibration": text, "samples": 1, "seq_len": 8, **TARGETS[target]}
     with pytest.raises(InputError) as caught:
-        convert_checkpoint(
-            ConvertRequest(**options, samples=1, seq_len=8, quiet=True, **TARGETS[target])
-        )
+        convert(damaged(name, value), tmp_path / "out", **options)
     assert str(caught.value).startswith(f"tensor '{name}' has ")
     assert WHERE[name] in str(caught.value)
     assert not (tmp_path / "out").exists()

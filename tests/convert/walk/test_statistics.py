@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import attention_maps, random_tokens
 from torch.testing import assert_close
 
 from kvfold.attention.drift.recording import LayerOutput
@@ -47,12 +48,9 @@ def test_profiles_and_received_attention_average_over_sequences(window, softcap)
         accumulator.add(
             output(inputs[part], query[part], key[part], scale=0.7, window=window, softcap=softcap)
         )
-    scores = 0.7 * query.double() @ key.double().repeat_interleave(2, 1).mT
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     distance = torch.arange(9)[:, None] - torch.arange(9)
-    weights = scores.masked_fill((distance < 0) | (distance >= (window or 9)), -torch.inf).softmax(
-        -1
-    )
+    seen = (distance >= 0) & (distance < (window or 9))
+    weights = attention_maps(query.double(), key.double(), 0.7, seen, softcap)
     mean = weights.mean(0)
     found = accumulator.result()
     profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(9)], -1) / 9
@@ -69,16 +67,9 @@ def test_profiles_and_received_attention_average_over_sequences(window, softcap)
 def test_what_is_behind_norms_is_averaged_with_the_inputs():
     torch.manual_seed(0)
     norm = HeadNorm("rms", torch.rand(2, 4) + 0.5)
-    weights = AttentionWeights(
-        q=torch.randn(2, 4, 3),
-        k=torch.randn(2, 4, 3),
-        v=torch.randn(2, 4, 3),
-        o=torch.randn(3, 2, 4),
-        k_norm=norm,
-    )
+    weights = AttentionWeights(*torch.randn(3, 2, 4, 3), torch.randn(3, 2, 4), k_norm=norm)
     inputs = torch.randn(5, 9, 3)
-    query = torch.randn(5, 2, 9, 4)
-    key = torch.randn(5, 2, 9, 4)
+    query, key = torch.randn(2, 5, 2, 9, 4)
     accumulator = StatisticsAccumulator(weights=weights)
     plain = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
@@ -98,10 +89,9 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs():
     assert_close(found.divisors[:2, :2], torch.ones(2, 2, dtype=torch.float64))
     assert_close(found.divisors[2:, 0], divisors[..., 0].mean(0))
     assert_close(found.divisors[:, 2], rows.square().sum(-1).mean(0))
-    scores = (0.5 * query.double() @ key.double().mT).masked_fill(
-        torch.ones(9, 9).triu(1) > 0, -torch.inf
-    )
-    received = scores.softmax(-1).sum((1, 2)).flatten()
+    seen = torch.ones(9, 9).tril() > 0
+    maps = attention_maps(query.double(), key.double(), 0.5, seen)
+    received = maps.sum((1, 2)).flatten()
     expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
     assert_close(found.received_normed, expected, **precision.ACTIVATIONS)
 
@@ -126,9 +116,7 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(name, changes, dtype, tiny_fa
     stream = CheckpointStream(
         checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), dtype=dtype
     )
-    hidden = stream.embed(
-        torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0))
-    )
+    hidden = stream.embed(random_tokens(1, 600))
     scale = model.layers[0].scale
     weights = read_attention_weights(model, 0, checkpoint.read_tensor)
     with stream.open_layer(0) as layer:

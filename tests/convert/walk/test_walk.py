@@ -8,7 +8,7 @@ from helpers import precision
 from helpers.walks import Case
 from torch.testing import assert_close
 
-from kvfold.convert.walk.walk import Step, Teacher, Walk
+from kvfold.attention import measure_drift
 
 
 @pytest.fixture
@@ -18,52 +18,18 @@ def case(monkeypatch):
     return Case()
 
 
-def test_students_that_share_a_teacher_are_what_each_would_be_alone(case):
-    source = case.stream()
-    alone = case.walk()
-    list(case.run(alone))
-    teacher = Teacher(source, case.held_out, case.calibration)
-    walks = [Walk(teacher, case.converted(source)) for _ in range(2)]
-    for layer in teacher.layers():
-        for walk in walks:
-            Step(layer, walk).advance(case.layer(layer.index))
-    assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
-
-
-def test_layers_that_are_finished_need_no_statistics(case):
-    walk = case.walk(statistics_from=1)
-    steps = list(case.run(walk))
-    assert [step.statistics is None for step in steps] == [True, False, False]
-    whole = case.walk()
-    list(case.run(whole))
-    assert walk.measurement() == whole.measurement()
-
-
 def measured(case):
     walk = case.walk()
     list(case.run(walk))
     return walk.measurement()
 
 
-def test_measurement_equals_two_whole_stock_models(case):
+def test_measurement_is_the_drift_of_whole_stock_models(case):
     found = measured(case)
-    labels = case.held_out[:, 1:]
-    log_p, log_q = (
-        m(case.held_out).logits[:, :-1].double().log_softmax(-1)
-        for m in (case.source, case.student)
-    )
-    assert found.kl == pytest.approx(
-        float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-5
-    )
-    assert found.agreement == pytest.approx(
-        float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean())
-    )
-    assert found.teacher_loss == pytest.approx(
-        -float(log_p.gather(-1, labels[..., None]).mean()), rel=1e-6
-    )
-    assert found.student_loss == pytest.approx(
-        -float(log_q.gather(-1, labels[..., None]).mean()), rel=1e-6
-    )
+    expected = measure_drift(case.source, case.student, case.held_out, floor=False)
+    assert found.kl == pytest.approx(expected.kl, rel=1e-5)
+    for figure in ("agreement", "teacher_loss", "student_loss"):
+        assert getattr(found, figure) == pytest.approx(getattr(expected, figure))
     assert found.kl > 1e-3
 
 
