@@ -1,7 +1,6 @@
 """Which Python has which engine; checkpoints that the tests serve."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -9,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, convert, read_json
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 
 MODULES = {
@@ -21,18 +19,9 @@ MODULES = {
     "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft"],
 }
 # The last ones are of tiny random models, in layout kvfold.
-REQUESTS = json.loads(Path(__file__).with_name("requests.json").read_text())
-CLASSIC = {
-    "hidden_size": 256,
-    "vocab_size": 2048,
-    "max_position_embeddings": 512,
-}  # heads of 32 dims, vLLM's least
-EXPERTS = {
-    "sliding_window": None,
-    "head_dim": 16,
-    "vocab_size": 2048,
-    "max_position_embeddings": 512,
-}
+REQUESTS = read_json(Path(__file__).with_name("requests.json"))
+# Of tiny random models; heads of 32 dims are vLLM's least.
+SIZES = read_json(Path(__file__).with_name("sizes.json"))
 
 
 def pytest_collection_modifyitems(items):
@@ -81,13 +70,13 @@ def made(tmp_path_factory):
         family = "mixtral" if first == "experts" else first
         source = place / family if family in ("mixtral", *tiny_models.CLASSICS) else demo_folder()
         if not source.exists():
-            tiny_models.make_tiny(family, source, EXPERTS if family == "mixtral" else CLASSIC)
+            tiny_models.make_tiny(
+                family, source, SIZES["experts" if family == "mixtral" else "classic"]
+            )
             add_demo_tokenizer(source)
         if not out.exists():
-            options = {"allow_growth": True, "quiet": True} | REQUESTS[
-                name.replace("experts", "mla")
-            ]
-            convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **options))
+            options = {"allow_growth": True} | REQUESTS[name.replace("experts", "mla")]
+            convert(source, out, **options)
         return out
 
     return folder

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import forked
+from helpers.checkpoints import read_json
 from helpers.processes import run_python
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
@@ -21,19 +23,10 @@ with processes.process_group("cpu"):
     for options in json.loads(sys.argv[1]):
         convert_checkpoint(ConvertRequest(**options, quiet=True))
 """
-POOLED = {
-    "mean": {"to": "gqa", "kv_heads": 2, "method": "mean", "max_shard_size": "300KB"},
-    "random": {"to": "mqa", "method": "random", "max_shard_size": "1MB", "dtype": "bfloat16"},
-    "svd": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "max_shard_size": "500KB"},
-    "alone": {"to": "mqa", "method": "first"},  # one shard: one of the processes has none
-}
-TEXT = {"samples": 5, "seq_len": 24}
-CALIBRATED = {
-    "gqa": {"to": "gqa", "kv_heads": 2, "group": "contiguous", **TEXT},
-    "mla": {"to": "mla", "kv_rank": 8, "rope_dim": 4, **TEXT},
-    "polished": {"to": "mqa", "method": "mean", "polish": 3, "dtype": "float32", **TEXT},
-    "refined": {"to": "mqa", "method": "mean", "refine": 1, "dtype": "float32", **TEXT},
-}
+CONVERSIONS = read_json(Path(__file__).with_name("ranks.json"))
+# Of "alone", with one shard, one of the processes has none.
+POOLED = CONVERSIONS["pooled"]
+CALIBRATED = CONVERSIONS["calibrated"]
 
 
 @pytest.fixture
@@ -88,10 +81,7 @@ def test_two_processes_calibrate_as_one(requests, tmp_path):
     convert(requests("one", CALIBRATED))
     convert_together(tmp_path / "two log", requests("two", CALIBRATED))
     for name in CALIBRATED:
-        one, two = (
-            json.loads((tmp_path / ranks / name / "kvfold.json").read_text())
-            for ranks in ("one", "two")
-        )
+        one, two = (read_json(tmp_path / ranks / name / "kvfold.json") for ranks in ("one", "two"))
         assert two["calibration"] == one["calibration"]
         same = {"rel": 1e-5}  # weights are stored in float32
         for value in ("kl", "excess"):
