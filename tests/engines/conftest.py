@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from helpers.checkpoints import add_demo_tokenizer, convert, read_json
+from helpers.checkpoints import add_demo_tokenizer, read_json, run_conversion
 
 from kvfold.convert.data import demo_folder
 
@@ -76,7 +76,7 @@ def made(tmp_path_factory):
             add_demo_tokenizer(source)
         if not out.exists():
             options = {"allow_growth": True} | REQUESTS[name.replace("experts", "mla")]
-            convert(source, out, **options)
+            run_conversion(source, out, **options)
         return out
 
     return folder

@@ -14,7 +14,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import Model, make_model
 
 
-def convert(model: Path | str, out: Path | str, progress: Any = None, **options: Any) -> Any:
+def run_conversion(model: Path | str, out: Path | str, progress: Any = None, **options: Any) -> Any:
     """The conversion of ``model`` into ``out``; it prints no progress."""
     return convert_checkpoint(ConvertRequest(model, out, **{"quiet": True, **options}), progress)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers.checkpoints import convert, read_json
+from helpers.checkpoints import read_json, run_conversion
 from huggingface_hub import ModelCard
 
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -63,7 +63,7 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
     text.write_text("Some words about nothing. " * 900)
     source = shutil.copytree(tiny_reader, tmp_path / "tiny llama")
     options = {"to": "mqa", "method": "mean", "samples": 4, "seq_len": 16, "refine": 1}
-    done = convert(source, tmp_path / "out", calibration=text, **options)
+    done = run_conversion(source, tmp_path / "out", calibration=text, **options)
     again = shlex.split(done.summary().splitlines()[-1])
     assert again[:4] == ["next", "kvfold", "convert", str(source)]
     assert str(text) in again
@@ -84,7 +84,7 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
 @pytest.mark.slow
 def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     source = shutil.copytree(tiny_reader, tmp_path / "tiny")
-    convert(source, tmp_path / "out", to="mla", kv_rank=24, rope_dim=8, method="svd")
+    run_conversion(source, tmp_path / "out", to="mla", kv_rank=24, rope_dim=8, method="svd")
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
     monkeypatch.chdir(tmp_path / "out")
     card = Path("README.md").read_text()
@@ -126,7 +126,7 @@ def test_names_from_files_cannot_leave_their_line_of_a_card():
 def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.chdir(tmp_path)
-    done = convert(tiny_reader, "out", to="mqa", samples=2, seq_len=16)
+    done = run_conversion(tiny_reader, "out", to="mqa", samples=2, seq_len=16)
     lines = done.summary().splitlines()
     assert max(map(len, lines[:-1])) <= 60
     labels = [line.split()[0] for line in lines if not line.startswith(" ")]
@@ -136,6 +136,6 @@ def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkey
 
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
-    done = convert(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
+    done = run_conversion(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
     assert "MLA, split by measured drift" in done.summary()
     assert "sha256" not in done.to_dict()["source"]  # no weights were read

@@ -56,7 +56,7 @@ def model(source, tmp_path):
 
 def convert(model, out, to="gqa", **options):
     heads = {"kv_heads": 2} if to == "gqa" else {}
-    checkpoints.convert(model, out, to=to, **{"method": "mean", **heads, **options})
+    checkpoints.run_conversion(model, out, to=to, **{"method": "mean", **heads, **options})
 
 
 def refused(model, out, **options):

@@ -32,7 +32,7 @@ DEMO = demo_folder()
 
 
 def convert(out, model=DEMO, **options):
-    return checkpoints.convert(model, out, **{**QUICK, **options})
+    return checkpoints.run_conversion(model, out, **{**QUICK, **options})
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from helpers import precision
 from helpers.attention import random_tokens
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, convert, stock_model
+from helpers.checkpoints import add_demo_tokenizer, run_conversion, stock_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kvfold.convert.measure.verify import verify_checkpoint
@@ -74,7 +74,7 @@ def of_tokens(model):
 def test_norms_without_effect_convert_exactly(steady, tmp_path, method):
     out = tmp_path / "out"
     latent = {"to": "mla", "kv_rank": WIDTH + 1, "rope_dim": 2 * WIDTH}
-    convert(steady, out, **latent, **TEXT, method=method)
+    run_conversion(steady, out, **latent, **TEXT, method=method)
     precision.assert_same_function(stock_model(out), stock_model(steady), of_tokens)
 
 
@@ -87,7 +87,7 @@ def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
                 projection.weight[WIDTH:] = projection.weight[:WIDTH]
     source = save(tmp_path / "source", model)
     out = tmp_path / "out"
-    convert(source, out, to="mqa", **TEXT)
+    run_conversion(source, out, to="mqa", **TEXT)
     precision.assert_same_function(stock_model(out), stock_model(source), of_tokens)
 
 
@@ -146,7 +146,7 @@ def test_results_are_finite_and_exact_where_the_source_is(
     assert expected.isfinite().all()
     for number, options in enumerate(conversions):
         out = tmp_path / str(number)
-        convert(source, out, **options, samples=4, seq_len=24)
+        run_conversion(source, out, **options, samples=4, seq_len=24)
         assert verify_checkpoint(out).problems == []
         torch.testing.assert_close(
             logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, convert, hub_config
+from helpers.checkpoints import add_demo_tokenizer, hub_config, run_conversion
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,14 +39,14 @@ def config_only(tmp_path_factory):
 )
 def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, elements, tmp_path):
     request = {"model": config_only, "out": tmp_path / "out", **target}
-    done = convert(**request, dry_run=True)
+    done = run_conversion(**request, dry_run=True)
     found = done.to_dict()
     assert found["attention"] == {"from": "MHA", "to": kind}
     assert found["cache_elements"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
     assert f"memory   about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
     with pytest.raises(InputError, match="has no weights"):
-        convert(**request)
+        run_conversion(**request)
     assert not (tmp_path / "out").exists()
 
 
@@ -109,7 +109,7 @@ def test_the_peak_is_what_was_announced(options, wide, tmp_path):
         "precision": "float32",
         **options,
     }
-    announced = convert(**request, dry_run=True).to_dict()["memory_bytes"]
+    announced = run_conversion(**request, dry_run=True).to_dict()["memory_bytes"]
     peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
     assert peak < announced < 2.5 * peak

@@ -20,7 +20,7 @@ GQA = {"to": "gqa", "kv_heads": 2, "group": "contiguous"}
 
 
 def convert(out, model, **options):
-    checkpoints.convert(model, out, **{**QUICK, **options})
+    checkpoints.run_conversion(model, out, **{**QUICK, **options})
     return read_json(out / "kvfold.json")
 
 

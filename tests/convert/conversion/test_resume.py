@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import forked
 from helpers.cases import mostly_slow
-from helpers.checkpoints import convert
+from helpers.checkpoints import run_conversion
 
 from kvfold.convert import InputError
 from kvfold.convert.checkpoint import writer
@@ -53,7 +53,7 @@ def child(tmp_path_factory):
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
                 calibration.sample_sequences = lambda *_: pytest.fail("the text was written again")
-            convert(**options)
+            run_conversion(**options)
 
         return forked.run(tmp_path_factory.mktemp("log"), work)
 
@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
 ):
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
-    convert(**options | {"out": unbroken})
+    run_conversion(**options | {"out": unbroken})
     for layers, made in KILLS[name]:
         killed = child(options, layers)
         assert killed.status == -signal.SIGKILL, killed.stderr
@@ -119,11 +119,11 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     def refused(used, **other):
         way_out = "use the same to continue after its layer 1, or --fresh to discard it"
         with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
-            convert(**options | other)
+            run_conversion(**options | other)
 
     def stopped(layer, **changes):
         with pytest.raises(RuntimeError, match=f"after layer {layer}") as raised:
-            convert(**options | changes)
+            run_conversion(**options | changes)
         assert raised.value.__notes__ == [f"finished layers kept for the same request: {layer}"]
         assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
         return capsys.readouterr().err
@@ -147,10 +147,10 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(request_of, capsy
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with fail_at_the_end():
-        convert(**request_of("mqa"))
+        run_conversion(**request_of("mqa"))
     try:
         torch.set_num_threads(1)
-        convert(**request_of("mqa"))
+        run_conversion(**request_of("mqa"))
         assert torch.get_num_threads() == 2
         assert "computing with 2 threads, as the interrupted run did" in capsys.readouterr().err
     finally:
@@ -163,7 +163,7 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
 ):
     options = request_of("mqa") | {"refine": 0}
     with fail_at_the_end():
-        convert(**options)
+        run_conversion(**options)
     assert not (tmp_path / "out").exists()
     if truncated:
         (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
@@ -177,10 +177,10 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
             "gather_statistics",
             lambda *given: fitted.append(given[1].index) or gather(*given),
         )
-        convert(**options)
+        run_conversion(**options)
     assert fitted == ([0, 1] if truncated else [])
     assert ("model.safetensors changed since then" in capsys.readouterr().err) == truncated
-    convert(**options | {"out": tmp_path / "unbroken"})
+    run_conversion(**options | {"out": tmp_path / "unbroken"})
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
@@ -201,22 +201,22 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     with fail_at_the_end() as patch:
         if torn:
             patch.setattr(polishing, "ShardWriter", Torn)
-        convert(**options)
+        run_conversion(**options)
     (state,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
     assert (
         torch.load(state, weights_only=True)["best_step"] > 0
     )  # else the files have the layers as they were fitted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolishTask, "backward", lambda *_: pytest.fail("trained again"))
-        convert(**options)
-    convert(**options | {"out": tmp_path / "unbroken"})
+        run_conversion(**options)
+    run_conversion(**options | {"out": tmp_path / "unbroken"})
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
 def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
-    convert(demo_folder(), tmp_path / "out", to="mqa", method="mean")
+    run_conversion(demo_folder(), tmp_path / "out", to="mqa", method="mean")
     assert (tmp_path / "out" / "config.json").is_file()
     assert not left.exists()
 

@@ -6,7 +6,7 @@ import math
 from functools import cache
 
 import pytest
-from helpers.checkpoints import convert
+from helpers.checkpoints import run_conversion
 from transformers import AutoTokenizer
 
 from kvfold.convert.data import read_text
@@ -26,7 +26,7 @@ def excess_of(model, text, place, sequences, **common):
     @cache
     def excess(**options):
         out = place / "-".join(map(str, options.values()))
-        convert(model, out, **common, **options)
+        run_conversion(model, out, **common, **options)
         return math.log(measure_perplexity(out, tokens) / before)
 
     return excess

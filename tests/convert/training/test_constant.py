@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import forked
-from helpers.checkpoints import convert
+from helpers.checkpoints import run_conversion
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ def latent(tiny_family, tmp_path_factory):
     """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
     source = tiny_family("qwen2", sliding_window=None, layer_types=None)
-    convert(source, out, to="mla", kv_rank=24, rope_dim=8, method="svd")
+    run_conversion(source, out, to="mla", kv_rank=24, rope_dim=8, method="svd")
     return out
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoints import convert
+from helpers.checkpoints import run_conversion
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -51,7 +51,7 @@ def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, nam
     text.write_text("def function(argument): return a value of the list. " * 60)
     options = {"calibration": text, "samples": 1, "seq_len": 8, **TARGETS[target]}
     with pytest.raises(InputError) as caught:
-        convert(damaged(name, value), tmp_path / "out", **options)
+        run_conversion(damaged(name, value), tmp_path / "out", **options)
     assert str(caught.value).startswith(f"tensor '{name}' has ")
     assert WHERE[name] in str(caught.value)
     assert not (tmp_path / "out").exists()
