@@ -117,7 +117,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     monkeypatch.setattr(journal.Journal, "add_layer", stop)
 
     def refused(used, **other):
-        way_out = "use the same to continue after its layer 1, or --fresh to discard it"
+        way_out = "use the same options to continue after its layer 1, or --fresh to discard it"
         with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
             run_conversion(**options | other)
 
