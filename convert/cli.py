@@ -20,7 +20,7 @@ from kvfold.convert.commands.verify_command import verify
 from kvfold.convert.console import run_command
 
 
-class _Commands(click.Group):
+class _OrderedCommands(click.Group):
     """A group that lists its commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -28,7 +28,7 @@ class _Commands(click.Group):
 
 
 @click.group(
-    cls=_Commands,
+    cls=_OrderedCommands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -36,7 +36,7 @@ STDOUT = "-"  # stands for stdout in place of a file name, as in other command-l
 Decorator = Callable[[Any], Any]
 
 
-def request_options(
+def add_request_options(
     request: type[Request],
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
 ) -> Decorator:
@@ -47,7 +47,7 @@ def request_options(
     """
     options = collect_options(request)
 
-    def decorate(function: Callable[..., None]) -> Any:
+    def decorate_function(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def command(**values: Any) -> None:
             own = {name: values.pop(name) for name in options}
@@ -60,13 +60,13 @@ def request_options(
 
         decorated: Any = command
         for spec in reversed(options.values()):
-            decorated = _parameter(spec)(decorated)
+            decorated = _make_click_parameter(spec)(decorated)
         return decorated
 
-    return decorate
+    return decorate_function
 
 
-def _parameter(spec: Option) -> Decorator:
+def _make_click_parameter(spec: Option) -> Decorator:
     """The click argument or option for one field, whose value the request checks. A flag that is
     set by default has a form ``--no-NAME``.
     """
@@ -97,14 +97,14 @@ def _parameter(spec: Option) -> Decorator:
     )
 
 
-def json_option(
+def add_json_option(
     help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
 ) -> Decorator:
     """The option ``--json``, whose value is the parameter ``json_file``."""
     return click.option("--json", "json_file", metavar="FILE|-", help=help)
 
 
-def report_option(content: str) -> Decorator:
+def add_report_option(content: str) -> Decorator:
     """The option ``--report``; ``content`` says what is on the page."""
     return click.option(
         "--report",
@@ -113,7 +113,7 @@ def report_option(content: str) -> Decorator:
     )
 
 
-class _PrintableRecord(logging.LogRecord):
+class _EscapedLogRecord(logging.LogRecord):
     """What a library logs, without codes that a terminal obeys: names and values from files may
     contain some.
     """
@@ -139,7 +139,7 @@ def run_command(
     # Children of libraries, such as compilers, must not import a stranger's file of the current
     # folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    logging.setLogRecordFactory(_PrintableRecord)
+    logging.setLogRecordFactory(_EscapedLogRecord)
     left_behind = ""
     message: str | None = None
     status: int | None = None  # None: interrupted
@@ -148,9 +148,9 @@ def run_command(
             command.main(args=arguments, prog_name=name, standalone_mode=False)
             status = 0
         except (KeyboardInterrupt, click.Abort) as error:
-            left_behind = _notes(error)
+            left_behind = _join_notes(error)
         except Exception as error:
-            message, status = _explain(error, name)
+            message, status = _explain_error(error, name)
         if status is None:
             # A signal may arrive between a context manager's ``yield`` and its block. The manager
             # then cleans up when it is freed, together with the exception; managers in cycles are
@@ -167,7 +167,7 @@ def run_command(
     raise SystemExit(status)
 
 
-def _explain(error: Exception, name: str) -> tuple[str | None, int]:
+def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
     """What to print about an error, None for nothing, and the exit status."""
     if isinstance(error, KvfoldError):
         return str(error), error.exit_status
@@ -190,10 +190,10 @@ def _explain(error: Exception, name: str) -> tuple[str | None, int]:
         f"unexpected {type(error).__name__}: {summarize_error(error)} (set KVFOLD_TRACEBACK=1 to"
         " see the traceback, and please report it)"
     )
-    return escape_text("; ".join(filter(None, [message, _notes(error)]))), 1
+    return escape_text("; ".join(filter(None, [message, _join_notes(error)]))), 1
 
 
-def _notes(error: BaseException) -> str:
+def _join_notes(error: BaseException) -> str:
     """The notes of an exception, or of the KeyboardInterrupt that click replaced by its own, as a
     clause.
     """
@@ -201,7 +201,7 @@ def _notes(error: BaseException) -> str:
     return "; ".join(notes)
 
 
-def check_files(json_file: str | None, report: str | None = None) -> None:
+def check_output_files(json_file: str | None, report: str | None = None) -> None:
     """Raise InputError if the file of ``--json`` or ``--report`` cannot be drawn or written,
     because a long run must not end in an error that its first second could have found.
 

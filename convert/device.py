@@ -35,7 +35,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "auto") -> torch.dtype:
+def choose_compute_dtype(
+    checkpoint: Checkpoint, device: torch.device, name: str = "auto"
+) -> torch.dtype:
     """The dtype called ``name``; ``auto`` is float32 on a CPU, and the dtype of most checkpoint
     bytes on CUDA.
     """
@@ -46,10 +48,10 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
     # bits.
     if device.type == "cpu":
         return torch.float32
-    return stored_dtype(checkpoint)
+    return find_stored_dtype(checkpoint)
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most of the checkpoint's bytes; float32 if none of them is F32, BF16 or F16."""
     stored = {
         dtype: size for dtype, size in checkpoint.count_float_bytes().items() if dtype in _COMPUTED
@@ -57,7 +59,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return TORCH_DTYPES[max(stored, key=stored.__getitem__)] if stored else torch.float32
 
 
-def training_autocast(
+def choose_autocast_dtype(
     checkpoint: Checkpoint, device: torch.device, precision: str = "auto"
 ) -> torch.dtype | None:
     """The ``torch.autocast`` dtype for training steps and calibration passes; None means float32
@@ -70,7 +72,7 @@ def training_autocast(
         return None if precision == "float32" else torch.bfloat16
     # Weights that are stored in bfloat16 lose nothing; activations and gradients are rounded to 8
     # bits, while the residual stream, its norms and the master weights stay float32.
-    stored = stored_dtype(checkpoint)
+    stored = find_stored_dtype(checkpoint)
     if stored != torch.bfloat16 and (stored != torch.float16 or device.type == "cpu"):
         return None
     bytes_by_shape: Counter[tuple[int, ...]] = Counter()

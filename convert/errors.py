@@ -88,7 +88,7 @@ def escape_text(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def shorten(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """The ``repr`` of a value from a file, with the middle of long values omitted."""
     return _REPR.repr(value)
 

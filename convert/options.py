@@ -2,8 +2,8 @@
 
 A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A
 field's annotation sets its type and its choices, its metadata everything else. From these options
-(``collect_options``) come the command line (``console.request_options``), the validation of values,
-recipes, records and the keywords of public functions.
+(``collect_options``) come the command line (``console.add_request_options``), the validation of
+values, recipes, records and the keywords of public functions.
 
     samples: int = option(128, "Calibration sequences.", minimum=1)
 """
@@ -65,7 +65,7 @@ class Option:
     choices: tuple[str, ...] = ()
     is_tuple: bool = False
 
-    def parse(self, value: Any) -> Any:
+    def parse_value(self, value: Any) -> Any:
         """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers.
 
         Raises ValueError with the rule that it breaks, in words that follow "must be".
@@ -73,13 +73,13 @@ class Option:
         if value is None and self.default is None:
             return None
         if not self.is_tuple:
-            return self._parse_item(value)
+            return self._parse_single_value(value)
         if isinstance(value, str) and not (self.argument or self.multiple):
             value = [item.strip() for item in value.split(",") if item.strip()]
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(dict.fromkeys(map(self._parse_item, items)))
+        return tuple(dict.fromkeys(map(self._parse_single_value, items)))
 
-    def _parse_item(self, value: Any) -> Any:
+    def _parse_single_value(self, value: Any) -> Any:
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if isinstance(value, str) and value in self.choices:
@@ -154,20 +154,20 @@ class Request:
         for name, spec in collect_options(type(self)).items():
             value = getattr(self, name)
             try:
-                object.__setattr__(self, name, spec.parse(value))
+                object.__setattr__(self, name, spec.parse_value(value))
             except ValueError as rule:
                 option_name = name.upper() if spec.argument else format_option(name)
                 problems.append((name, f"{option_name} must be {rule}, not {value!r}"))
-        problems = problems or list(self.problems())
+        problems = problems or list(self.list_problems())
         if problems:
             field, message = problems[0]
             raise InputError(message, [further for _, further in problems[1:]], field=field)
 
-    def problems(self) -> Iterable[tuple[str, str]]:
+    def list_problems(self) -> Iterable[tuple[str, str]]:
         """A field and a sentence for each combination of valid values that is not allowed."""
         return ()
 
-    def non_defaults(self) -> dict[str, Any]:
+    def collect_non_defaults(self) -> dict[str, Any]:
         """The options whose values differ from their defaults."""
         return {
             name: vars(self)[name]
@@ -175,7 +175,7 @@ class Request:
             if vars(self)[name] != spec.default
         }
 
-    def result_options(self) -> dict[str, Any]:
+    def collect_result_options(self) -> dict[str, Any]:
         """The options that determine the result, without unset ones and those that only say where
         and how to run.
         """

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 Items = TypeVar("Items", "list[int]", "Tensor")
 
 
-def _distributed() -> Any:
+def _get_distributed() -> Any:
     """``torch.distributed`` if it connects this process to others, otherwise None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
@@ -31,13 +31,13 @@ def _distributed() -> Any:
 
 def world_size() -> int:
     """The number of processes in this run."""
-    dist = _distributed()
+    dist = _get_distributed()
     return 1 if dist is None else int(dist.get_world_size())
 
 
 def get_rank() -> int:
     """The rank of this process, starting at 0."""
-    dist = _distributed()
+    dist = _get_distributed()
     return 0 if dist is None else int(dist.get_rank())
 
 
@@ -51,7 +51,7 @@ def launched_as_rank0() -> bool:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[None]:
+def connect_processes(device: str) -> Iterator[None]:
     """Connect the processes that ``torchrun`` started, by gloo, and between GPUs also by nccl.
 
     Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises
@@ -98,12 +98,12 @@ def destroy_process_group() -> None:
     """Close the connections to the other processes; every process calls this at its end."""
     # gloo threads that are still waiting when the interpreter exits would abort the process after
     # its work.
-    if (dist := _distributed()) is not None:
+    if (dist := _get_distributed()) is not None:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _failures_as_errors() -> Iterator[None]:
+def _convert_exchange_failures() -> Iterator[None]:
     """Turn a failed exchange into a KvfoldError that says that another process has ended."""
     try:
         yield
@@ -125,7 +125,7 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
     """Call ``work`` on rank 0; every process, all of which must call this, returns its result or
     raises its KvfoldError.
     """
-    if (dist := _distributed()) is None:
+    if (dist := _get_distributed()) is None:
         return work()
     outcome: list[Any] = [None, None]  # result, error
     if is_rank0():
@@ -133,7 +133,7 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
             outcome[0] = work()
         except KvfoldError as error:
             outcome[1] = error
-    with _failures_as_errors():
+    with _convert_exchange_failures():
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
@@ -142,20 +142,20 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
 
 def all_gather(value: Result) -> list[Result]:
     """The ``value`` of every process, ordered by rank. Every process must call this."""
-    if (dist := _distributed()) is None:
+    if (dist := _get_distributed()) is None:
         return [value]
     # Gathers objects instead of using a barrier, because an nccl barrier would need a GPU.
     values: list[Any] = [None] * world_size()
-    with _failures_as_errors():
+    with _convert_exchange_failures():
         dist.all_gather_object(values, value)
     return values
 
 
 def all_reduce(tensors: Iterable["Tensor"]) -> None:
     """Replace each tensor by its sum over all processes, with identical bytes on each process."""
-    if (dist := _distributed()) is None:
+    if (dist := _get_distributed()) is None:
         return
-    with _failures_as_errors():
+    with _convert_exchange_failures():
         for tensor in tensors:
             dense = tensor.contiguous()
             dist.all_reduce(dense)

@@ -15,7 +15,7 @@ Advance = Callable[[int], None]
 _LINE_SECONDS = 30.0  # between lines where stderr is no terminal
 
 
-class _Lines(tqdm):  # type: ignore[type-arg]
+class _LineProgress(tqdm):  # type: ignore[type-arg]
     """A bar that prints lines instead of redrawing one."""
 
     @staticmethod
@@ -24,7 +24,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]
 
 
 @dataclass
-class Stages:
+class ProgressStages:
     """Reports the stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
 
     Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless
@@ -43,7 +43,7 @@ class Stages:
         """
         terminal = sys.stderr.isatty()
         seconds = 0.1 if terminal else _LINE_SECONDS
-        bar = (tqdm if terminal else _Lines)(
+        bar = (tqdm if terminal else _LineProgress)(
             desc=name,
             total=total,
             initial=done,
@@ -70,7 +70,7 @@ class Stages:
             advance(0)
             yield advance
 
-    def over(
+    def iterate_over(
         self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0
     ) -> Iterator[Item]:
         """Iterate over ``items``, advancing the stage by one unit after each."""

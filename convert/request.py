@@ -234,12 +234,14 @@ class ConvertRequest(CalibratedRequest):
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
 
     @property
-    def length(self) -> int:
-        """Tokens per calibration sequence, of a request without ``auto`` (see `resolve_length`)."""
+    def calibration_length(self) -> int:
+        """Tokens per calibration sequence, of a request without ``auto`` (see
+        `resolve_auto_length`).
+        """
         assert isinstance(self.seq_len, int)
         return self.seq_len
 
-    def resolve_length(self, positions: int) -> "ConvertRequest":
+    def resolve_auto_length(self, positions: int) -> "ConvertRequest":
         """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many
         ``positions``.
         """
@@ -252,20 +254,20 @@ class ConvertRequest(CalibratedRequest):
     def shard_bytes(self) -> int:
         return parse_number(self.max_shard_size, "B") or 0
 
-    def result_options(self) -> dict[str, Any]:
+    def collect_result_options(self) -> dict[str, Any]:
         """The options that determine the result."""
         left_out = {"calibration"}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
                 left_out.add("seed")
-        options = super().result_options()
+        options = super().collect_result_options()
         options |= {"max_shard_size": self.shard_bytes, "method": self.resolved_method}
         if self.to == "mla":
             options["layout"] = self.resolved_layout
         return {name: value for name, value in options.items() if name not in left_out}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def list_problems(self) -> Iterator[tuple[str, str]]:
         method = self.chosen_method
         if self.objective is not None:
             registry.find_objective(self.objective)
@@ -415,7 +417,7 @@ class BenchRequest(Request):
     seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X")
     quiet: bool = option(False, "Print no progress.")
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def list_problems(self) -> Iterator[tuple[str, str]]:
         if not self.models and self.shape is None:
             yield "models", "nothing to time; name a MODEL, or use --shape llama-2-7b"
         if self.layers is not None and self.shape is None:

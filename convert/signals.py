@@ -52,7 +52,7 @@ class DeferredSignals:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._receive)
+                    signal.signal(number, self._handle_signal)
         self.deferred = True
         return self
 
@@ -63,13 +63,14 @@ class DeferredSignals:
             signal.raise_signal(self._waiting.pop())
 
     def __exit__(self, *exception: object) -> None:
-        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on.
+        # If a signal keeps a handler below from being restored, ``_handle_signal`` passes signals
+        # on.
         self.deferred = False
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.deliver()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.deferred:
             self._waiting = [number]
         else:
@@ -85,7 +86,7 @@ def interrupt_on_signals() -> Iterator[None]:
     """
     last = -float("inf")
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def raise_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal last
         before = last
         last = time.monotonic()
@@ -95,7 +96,7 @@ def interrupt_on_signals() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     for number, handler in handlers.items():
         if handler in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, interrupt)
+            signal.signal(number, raise_interrupt)
     try:
         yield
     finally:
@@ -115,13 +116,13 @@ def limit_resources(seconds: float) -> Iterator[None]:
     thread = ctypes.c_ulong(threading.get_ident())
     timeout = ctypes.py_object(TimeoutError)
 
-    def watch() -> None:
+    def watch_limits() -> None:
         # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
         while not ended.wait(seconds):
             # no signal: it would reach only the main thread
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, timeout)
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=watch_limits, daemon=True)
     watcher.start()
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     statistics = Path("/proc/self/statm")

@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.members import (
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, shorten
+from kvfold.convert.errors import InputError, shorten_repr
 
 _HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
 
@@ -100,7 +100,7 @@ def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
             if now != digest:
                 yield (
                     f"{name}: changed since it was written: its SHA-256 is {now}, not"
-                    f" {shorten(digest)}"
+                    f" {shorten_repr(digest)}"
                 )
 
 
@@ -112,7 +112,7 @@ def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> I
         if digest != hashes.get(name):
             yield (
                 f"tensor {name!r} in {checkpoint.tensors[name].file}: changed since it was written:"
-                f" its SHA-256 is {digest}, not {shorten(hashes.get(name))}"
+                f" its SHA-256 is {digest}, not {shorten_repr(hashes.get(name))}"
             )
 
 

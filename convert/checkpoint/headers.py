@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from kvfold.convert.checkpoint.members import read_bytes
-from kvfold.convert.errors import InputError, shorten, summarize_error
+from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 # Every dtype the format knows: its bits per element, and torch's name unless it is a quantized one
 DTYPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("dtypes.json").read_text())
@@ -70,7 +70,7 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         for name, entry in entries.items():
             if max(entry["shape"], default=0) > _MOST_ELEMENTS:
                 raise ValueError(
-                    f"tensor {shorten(name)} has shape {shorten(entry['shape'])}, too large"
+                    f"tensor {shorten_repr(name)} has shape {shorten_repr(entry['shape'])}, too large"
                 )
             start, end = (base + offset for offset in entry["data_offsets"])
             shape = tuple(entry["shape"])

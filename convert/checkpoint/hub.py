@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.members import (
     SINGLE,
     resolve_checkpoint_file,
 )
-from kvfold.convert.errors import InputError, shorten, summarize_error
+from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
 _SMALL = [CONFIG, "*.py", *EXTRA_PATTERNS]
@@ -71,8 +71,8 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
             for name, info in header.tensors.items():
                 if info.dtype not in DTYPES:
                     raise InputError(
-                        f"{model}: {file}: tensor {shorten(name)} has an unknown dtype,"
-                        f" {shorten(info.dtype)}; choose another model"
+                        f"{model}: {file}: tensor {shorten_repr(name)} has an unknown dtype,"
+                        f" {shorten_repr(info.dtype)}; choose another model"
                     )
                 shape = tuple(info.shape)
                 tensors.append(TensorInfo(name, info.dtype, shape, file, *info.data_offsets))

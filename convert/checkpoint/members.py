@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import ADVICE, InputError, shorten, summarize_error
+from kvfold.convert.errors import ADVICE, InputError, shorten_repr, summarize_error
 from kvfold.convert.formatting import format_bytes
 
 CONFIG = "config.json"
@@ -115,7 +115,7 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     # also links in a circle, or what no path can be: too long a name, a NUL character
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"{folder}: {named_by} lists {shorten(name)}, which is missing or cannot be read"
+            f"{folder}: {named_by} lists {shorten_repr(name)}, which is missing or cannot be read"
             f" ({getattr(error, 'strerror', error)}); download the file again"
         ) from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files
@@ -125,7 +125,7 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     )
     if not (path.is_relative_to(folder) or in_blobs):
         raise InputError(
-            f"{folder}: {named_by} lists {shorten(name)}, which leads to {path}, outside this"
+            f"{folder}: {named_by} lists {shorten_repr(name)}, which leads to {path}, outside this"
             " folder; replace it with the file itself"
         )
     if not path.is_file():
@@ -198,7 +198,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
             limit = _LIMITS.get(key, _LARGEST_NUMBER)
             if isinstance(value, int) and "max_length" not in key and abs(value) > limit:
                 raise InputError(
-                    f"{path}: {key} is {shorten(value)}, but must be at most {limit}; correct it"
+                    f"{path}: {key} is {shorten_repr(value)}, but must be at most {limit}; correct it"
                 )
     return config, hashlib.sha256(data).hexdigest()
 

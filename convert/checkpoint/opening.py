@@ -35,7 +35,7 @@ from kvfold.convert.checkpoint.members import (
     read_in_steps,
     resolve_checkpoint_file,
 )
-from kvfold.convert.errors import InputError, shorten
+from kvfold.convert.errors import InputError, shorten_repr
 
 if TYPE_CHECKING:
     import torch
@@ -359,7 +359,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         or (info.dtype[0] in "IU" and info.name.endswith(_PACKED))
     ]
     if settings or packed:
-        evidence = shorten(settings) if settings else f"tensor {packed[0]!r}"
+        evidence = shorten_repr(settings) if settings else f"tensor {packed[0]!r}"
         raise InputError(
             f"{checkpoint.origin}: its weights are quantized ({evidence}); {DEQUANTIZE}"
         )

@@ -12,7 +12,7 @@ import torch
 
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.checkpoint.members import read_bytes, read_into_buffer
-from kvfold.convert.errors import InputError, shorten, summarize_error
+from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 TORCH_DTYPES = {
     name: getattr(torch, entry["torch"]) for name, entry in DTYPES.items() if "torch" in entry
@@ -96,7 +96,7 @@ def load_pickled_state(path: Path) -> dict[str, torch.Tensor]:
             )
         for name, tensor in state.items():
             if not _is_dense_tensor(name, tensor):
-                raise ValueError(f"the value of {shorten(name)} is not a dense tensor")
+                raise ValueError(f"the value of {shorten_repr(name)} is not a dense tensor")
     except Exception as error:  # torch lets every kind of error of its readers through
         # torch's own text of an UnpicklingError recommends to allow the execution of code
         error_text = (

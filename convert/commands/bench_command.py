@@ -4,7 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfold.convert.console import check_files, json_option, print_result, request_options
+from kvfold.convert.console import (
+    add_json_option,
+    add_request_options,
+    check_output_files,
+    print_result,
+)
 from kvfold.convert.formatting import format_bytes, format_table
 from kvfold.convert.request import BenchRequest
 
@@ -16,15 +21,15 @@ _LONGEST_NAME = 24  # characters; the table then fits a terminal of 80 columns
 
 
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
-@request_options(BenchRequest)
-@json_option()
+@add_request_options(BenchRequest)
+@add_json_option()
 def bench(request: BenchRequest, json_file: str | None) -> None:
     """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 
     An MLA model is timed both stock, as transformers loads it, and absorbed, after
     `kvfold.attention.absorb`. Decoding starts from a cache of random values.
     """
-    check_files(json_file)
+    check_output_files(json_file)
     from kvfold.convert.measure.bench import bench_checkpoints
 
     benchmark = bench_checkpoints(request)

@@ -5,12 +5,12 @@ import sys
 import click
 
 from kvfold.convert.checkpoint.opening import check_models_open
-from kvfold.convert.console import request_options
+from kvfold.convert.console import add_request_options
 from kvfold.convert.request import ChatRequest
 
 
 @click.command(short_help="Ask MODEL, and another model beside it, the same questions.")
-@request_options(ChatRequest)
+@add_request_options(ChatRequest)
 def chat(request: ChatRequest) -> None:
     """Answer each line of standard input with MODEL's chat template; with --against, two models
     side by side.

@@ -7,11 +7,11 @@ from click.core import ParameterSource
 
 from kvfold.convert import processes
 from kvfold.convert.console import (
-    check_files,
-    json_option,
+    add_json_option,
+    add_report_option,
+    add_request_options,
+    check_output_files,
     print_result,
-    report_option,
-    request_options,
 )
 from kvfold.convert.request import ConvertRequest
 
@@ -48,18 +48,18 @@ _recipe = click.option(
 
 
 @click.command(short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
-@request_options(ConvertRequest, _build_convert_request)
+@add_request_options(ConvertRequest, _build_convert_request)
 @_recipe
-@json_option("Also write the result to FILE; with -, write only it to stdout.")
-@report_option("charts of the results")
+@add_json_option("Also write the result to FILE; with -, write only it to stdout.")
+@add_report_option("charts of the results")
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    check_files(json_file, report)
+    check_output_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
-    with processes.process_group(request.device):
+    with processes.connect_processes(request.device):
         result = convert_checkpoint(request)
         if not processes.is_rank0():
             return

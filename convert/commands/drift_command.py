@@ -12,11 +12,11 @@ from kvfold.attention.drift.metrics import (
 )
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
-    check_files,
-    json_option,
+    add_json_option,
+    add_report_option,
+    add_request_options,
+    check_output_files,
     print_result,
-    report_option,
-    request_options,
 )
 from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.conversion.summary import format_block
@@ -42,17 +42,17 @@ rounding: the largest error of any layer that rounding alone causes
 
 
 @click.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
-@request_options(DriftRequest)
+@add_request_options(DriftRequest)
 @click.option(
     "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
 )
-@json_option()
-@report_option("charts of the drift")
+@add_json_option()
+@add_report_option("charts of the drift")
 def drift(request: DriftRequest, layers: bool, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
     predictions.
     """
-    check_files(json_file, report)
+    check_output_files(json_file, report)
     check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)

@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.checkpoint.opening import check_models_open
-from kvfold.convert.console import check_files, json_option, print_result, request_options
+from kvfold.convert.console import (
+    add_json_option,
+    add_request_options,
+    check_output_files,
+    print_result,
+)
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -15,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command("eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
-@request_options(EvalRequest)
-@json_option()
+@add_request_options(EvalRequest)
+@add_json_option()
 def evaluate(request: EvalRequest, json_file: str | None) -> None:
     """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of
     the differences.
@@ -25,7 +30,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     needs a download. With --tasks, also compares the models' replies, or runs tasks of
     lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
-    check_files(json_file)
+    check_output_files(json_file)
     check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)

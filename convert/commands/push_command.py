@@ -6,7 +6,7 @@ import click
 
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import ProgressStages
 
 
 @click.command(short_help="Upload OUT to a model repository on the hub.")
@@ -36,8 +36,8 @@ def push(out: str, repo: str, private: bool) -> None:
             f"{out} has no {RECORD} with a list of files, so kvfold did not write it; give the"
             " output folder of a conversion"
         )
-    with Stages()(f"verifying {out}"):
+    with ProgressStages()(f"verifying {out}"):
         require_intact(verify_checkpoint(out))
-    with Stages()(f"uploading {out}"):
+    with ProgressStages()(f"uploading {out}"):
         url = upload_files(Path(out), [*recorded, RECORD], repo, private)
     click.echo(f"uploaded {out}: {url}")

@@ -10,11 +10,11 @@ from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     STDOUT,
-    check_files,
-    json_option,
+    add_json_option,
+    add_report_option,
+    add_request_options,
+    check_output_files,
     print_result,
-    report_option,
-    request_options,
 )
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.errors import InputError
@@ -45,9 +45,9 @@ class _SweepCommand(click.Command):
 
 
 @click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
-@request_options(SweepRequest)
-@json_option("Also write the result to FILE; with -, write only it to stdout.")
-@report_option("the table and the curve")
+@add_request_options(SweepRequest)
+@add_json_option("Also write the result to FILE; with -, write only it to stdout.")
+@add_report_option("the table and the curve")
 def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> None:
     """Fit and measure many targets of MODEL, the quickest first, without writing them.
 
@@ -57,7 +57,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     starts over.
     """
     # A sweep takes long: what its last second would refuse is refused in the first.
-    check_files(json_file, report)
+    check_output_files(json_file, report)
     if request.out is not None:
         resolve_output_path(request.out, overwrite=None, model=request.model)
     check_text_sources(request.calibration)

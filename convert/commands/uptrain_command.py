@@ -9,10 +9,10 @@ import click
 from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
-    check_files,
-    json_option,
+    add_json_option,
+    add_request_options,
+    check_output_files,
     print_result,
-    request_options,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_text_sources
@@ -20,8 +20,8 @@ from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 
 @click.command(short_help="Train a converted checkpoint a little further.")
-@request_options(UptrainRequest)
-@json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
+@add_request_options(UptrainRequest)
+@add_json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 
@@ -29,7 +29,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     large or small, by about the learning rate, so --relative-lr is multiplied by the root mean
     square of each tensor; suitable values are larger than for absolute learning rates.
     """
-    check_files(json_file)
+    check_output_files(json_file)
     resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources([request.text], "text")
     if not request.quiet and launched_as_rank0():

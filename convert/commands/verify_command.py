@@ -3,13 +3,13 @@
 import click
 
 from kvfold.convert.checkpoint.members import RECORD
-from kvfold.convert.console import check_files, json_option, print_result
-from kvfold.convert.progress import Stages
+from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.progress import ProgressStages
 
 
 @click.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
 @click.argument("out")
-@json_option()
+@add_json_option()
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
@@ -19,8 +19,8 @@ def verify(out: str, json_file: str | None) -> None:
     """
     from kvfold.convert.measure.verify import require_intact, verify_checkpoint
 
-    check_files(json_file)
-    with Stages()(f"verifying {out}"):
+    check_output_files(json_file)
+    with ProgressStages()(f"verifying {out}"):
         verification = verify_checkpoint(out)
     files = f"no {RECORD} with hashes to compare files to"
     if verification.files:

@@ -16,10 +16,10 @@ from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
-from kvfold.convert.device import choose_device, training_autocast
+from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import parse_number
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
@@ -43,7 +43,7 @@ class Calibration:
     tokens: CalibrationTokens
 
 
-def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibration:
+def load_source_and_text(plan: Plan, scratch: Path, stages: ProgressStages) -> Calibration:
     """Return the source model as a stream of layers, with the calibration and held-out tokens that
     the request of ``plan`` asks for. Raises InputError without a tokenizer or enough text.
 
@@ -60,13 +60,15 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
         further = 0
         if request.polish:
             # Each step of polishing takes sequences that no other step had, while there are any.
-            steps = count_polish_steps(request.polish, request.length)
-            further = max(0, steps * choose_batch_size(request.length) - request.samples)
+            steps = count_polish_steps(request.polish, request.calibration_length)
+            further = max(
+                0, steps * choose_batch_size(request.calibration_length) - request.samples
+            )
         tokens = load_calibration(
             choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
             tokenizer,
             request.samples,
-            request.length,
+            request.calibration_length,
             request.seed,
             further=further,
             # Only a number of tokens says how much text there must be.
@@ -105,7 +107,7 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
             # Float32 weights would be rounded to less than they are stored in.
             full = request.precision == "auto" and request.dtype == "float32"
             name = "float32" if full else request.precision
-            chosen = training_autocast(checkpoint, device, name) or torch.float32
+            chosen = choose_autocast_dtype(checkpoint, device, name) or torch.float32
             with replace_file(saved) as new:
                 new.write_text(format_dtype(chosen))
         chosen = getattr(torch, saved.read_text())
@@ -123,7 +125,7 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
 
 
 def _write_sequences(
-    plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int
+    plan: Plan, tokenizer: Any, scratch: Path, stages: ProgressStages, count: int
 ) -> Tensor:
     """Sample ``count`` sequences of tokens ``[count, T]`` from the source model as calibration
     text, and save them in ``scratch``. A resumed run loads the saved ones.
@@ -132,7 +134,7 @@ def _write_sequences(
     saved = scratch / SELF_TEXT
     turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
-    if request.length <= len(turns.start):
+    if request.calibration_length <= len(turns.start):
         raise option_error(
             "seq_len",
             request.length,
@@ -142,12 +144,14 @@ def _write_sequences(
     if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
-    dtype = training_autocast(plan.checkpoint, device, request.precision) or torch.float32
+    dtype = choose_autocast_dtype(plan.checkpoint, device, request.precision) or torch.float32
     hide_progress_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
-    with stages("text", count * (request.length - len(turns.start)), "token") as advance:
+    with stages(
+        "text", count * (request.calibration_length - len(turns.start)), "token"
+    ) as advance:
         tokens = sample_sequences(
-            model.to(device).eval(), turns, count, request.length, request.seed, advance
+            model.to(device).eval(), turns, count, request.calibration_length, request.seed, advance
         )
     with replace_file(saved) as new:
         torch.save(tokens, new)

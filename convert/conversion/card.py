@@ -137,7 +137,7 @@ def _format_reproducing_command(plan: Plan) -> str:
     affects the result and differs from its default.
     """
     specs = collect_options(ConvertRequest)
-    changed = plan.request.non_defaults()
+    changed = plan.request.collect_non_defaults()
     given = {name: value for name, value in changed.items() if not specs[name].runs}
     # Files by their names alone: no path of this machine is in the card.
     given["calibration"] = tuple(

@@ -19,7 +19,7 @@ from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
 from kvfold.convert.conversion.results import Conversion
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -49,7 +49,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     check_text_sources(request.calibration)
     if request.dry_run:
         return _plan_dry_run(request)
-    stages = Stages(progress, request.quiet)
+    stages = ProgressStages(progress, request.quiet)
     with stages("reading"):
         if processes.world_size() > 1:  # the first downloads it for all
             processes.broadcast_from_rank0(lambda: open_checkpoint(request.model).close())
@@ -104,7 +104,7 @@ def _convert_layers(
     calibration: "Calibration | None",
     journal: Journal,
     writer: ShardWriter,
-    stages: Stages,
+    stages: ProgressStages,
 ) -> None:
     """Convert all layers of the source model in order and write their tensors. A resumed run loads
     the layers in ``journal`` instead of converting them again.
@@ -117,13 +117,13 @@ def _convert_layers(
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         computed = enumerate(plan.output.computed)
         indices = [index for index, names in computed if not own.isdisjoint(names)]
-        for index in stages.over("convert", indices, len(indices), "layer"):
+        for index in stages.iterate_over("convert", indices, len(indices), "layer"):
             weights = layers.fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
         return
     finished = journal.finished_count
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
-    for step in stages.over("convert", walk, plan.geometry.layers, "layer"):
+    for step in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:
             step.advance(journal.read_layer(step.index))
         else:

@@ -177,7 +177,7 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
     ]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
-        **request.result_options(),
+        **request.collect_result_options(),
         "calibration": request.calibration,
         # Sums are in another order on another device, or with other threads or processes.
         "device": request.device,

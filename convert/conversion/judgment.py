@@ -71,7 +71,9 @@ def suggest_next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
     if not request.polish:
         replaced = ("model", "out", "quiet", "fresh", *EFFORTS["thorough"])
         given = {
-            name: value for name, value in request.non_defaults().items() if name not in replaced
+            name: value
+            for name, value in request.collect_non_defaults().items()
+            if name not in replaced
         }
         given |= {"effort": "thorough", "overwrite": True}
         return ["kvfold", "convert", request.model, request.out, *format_argv(given)]

@@ -87,7 +87,7 @@ def estimate_needs(plan: Plan) -> ResourceNeeds:
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
         factoring = _DOUBLE * (_FIT_SQUARES * width**2 + 4 * attention) * 11 // 10
         return ResourceNeeds(_BASE + (pooling if plan.latent is None else factoring), disk)
-    length = request.length
+    length = request.calibration_length
     tokens = ceil(request.samples / processes.world_size()) * length
     held_out = count_held_out(request.samples) * length
     # States before and after the source's layer, its attention's, the student's, the targets of

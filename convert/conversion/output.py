@@ -35,7 +35,7 @@ from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.formatting import to_json_values
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import ProgressStages
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -75,7 +75,9 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
 
 
 @contextmanager
-def open_shard_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardWriter]:
+def open_shard_writer(
+    plan: Plan, journal: Journal, stages: ProgressStages
+) -> Iterator[ShardWriter]:
     """Yield the writer of this process's weight files. During the with-block, background threads
     copy all tensors that the conversion leaves unchanged.
 
@@ -116,7 +118,7 @@ def complete_output(
     folder: Path,
     digests: Mapping[str, str],
     notes: Mapping[str, Any],
-    stages: Stages,
+    stages: ProgressStages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
     """Measure the converted model in ``folder`` and write the remaining files: tokenizer and
     license files, model card, and ``kvfold.json``.

@@ -122,10 +122,10 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             problems,
         )
     model.check_config_values()
-    request = request.resolve_length(model.geometry.positions)
+    request = request.resolve_auto_length(model.geometry.positions)
     count = processes.world_size()
     if request.calibrated:
-        check_seq_len(request.length, model.geometry.positions, checkpoint.origin)
+        check_seq_len(request.calibration_length, model.geometry.positions, checkpoint.origin)
         if request.samples < count:
             raise option_error(
                 "samples",

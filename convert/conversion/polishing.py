@@ -19,7 +19,7 @@ from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.layers import build_student
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.training.budget import POLISH_ROUND, count_polish_steps, count_step_tokens
 from kvfold.convert.training.loop import train
 from kvfold.convert.training.polish import PolishTask, TrainingText, run_teacher
@@ -27,7 +27,7 @@ from kvfold.convert.training.steps import check_constant_channel, has_constant_c
 
 
 def polish_checkpoint(
-    plan: Plan, calibration: Calibration, folder: Path, stages: Stages
+    plan: Plan, calibration: Calibration, folder: Path, stages: ProgressStages
 ) -> dict[str, Any]:
     """Train all attention layers of the checkpoint in ``folder`` together, in place. Returns the
     entry about this training for ``kvfold.json``. Every process must call this.
@@ -35,7 +35,7 @@ def polish_checkpoint(
     request = plan.request
     source = calibration.source
     tokens = calibration.tokens
-    steps = count_polish_steps(request.polish, request.length)
+    steps = count_polish_steps(request.polish, request.calibration_length)
     with closing(open_checkpoint(folder)) as written, ExitStack() as stack:
         with stages("running the teacher over held-out text"):
             held_out = run_teacher(source, tokens.held_out)
@@ -65,7 +65,7 @@ def polish_checkpoint(
                 done = result.steps
                 # A resumed run has the figures of the round that it starts from.
                 if processes.is_rank0() and len(result.curve) < len(result.errors):
-                    tokens_seen = done * count_step_tokens(request.length)
+                    tokens_seen = done * count_step_tokens(request.calibration_length)
                     result.curve.append({"tokens": tokens_seen, **task.figures})
                     if not request.quiet:
                         tqdm.write(

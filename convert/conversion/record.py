@@ -33,7 +33,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
     return {
         "format": 4,
         "request": (
-            plan.request.result_options()
+            plan.request.collect_result_options()
             | ({} if plan.latent is None else {"layout": plan.latent.layout})
         ),
         "versions": get_package_versions(),

@@ -18,7 +18,7 @@ from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import convert_layer, open_walk, read_source_layer
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import make_layer_rotary
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.transforms.head_norms import linearize_norms
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, RotarySlots
@@ -92,7 +92,7 @@ class Trial:
 
 
 def choose_slots_and_split(
-    plan: Plan, calibration: Calibration | None, stages: Stages
+    plan: Plan, calibration: Calibration | None, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Choose the rotary pairs (slots) that the MLA keys of each layer keep and, for ``--budget``,
     how the cache divides into latent channels and rotary dims.
@@ -105,17 +105,17 @@ def choose_slots_and_split(
     return choose_split(plan, calibration, survey_layers(plan, calibration, stages), stages)
 
 
-def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Survey:
+def survey_layers(plan: Plan, calibration: Calibration, stages: ProgressStages) -> Survey:
     """Run some calibration tokens through every layer of the source, and return how much attention
     depends on each rotary pair of its keys.
     """
     source = calibration.source
-    count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
+    count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.calibration_length))
     states = embed_tokens(source, processes.shard(calibration.tokens.calibration[:count]))
     survey = Survey()
     number = min(source.layers, _TRIAL_LAYERS)
     probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
-    for index in stages.over("survey", range(source.layers), source.layers, "layer"):
+    for index in stages.iterate_over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         weights = linearize_norms(read_source_layer(plan, index), statistics)
@@ -162,7 +162,7 @@ def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots
 
 
 def choose_split(
-    plan: Plan, calibration: Calibration, survey: Survey, stages: Stages
+    plan: Plan, calibration: Calibration, survey: Survey, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
     into latent channels and rotary dims. Also returns all splits tried, as JSON values.
@@ -175,7 +175,7 @@ def choose_split(
         for spec in list_mla_specs(request, plan.model)
     ]
     trials = []
-    for split in stages.over("splits", plans, len(plans), "split"):
+    for split in stages.iterate_over("splits", plans, len(plans), "split"):
         split = split.with_slots(choose_slots(split, survey.layers))
         trials.append(Trial(split, measure_split_kl(split, calibration, survey)))
     if request.refine:
@@ -184,7 +184,7 @@ def choose_split(
         served = ranked[0].count_engines()
         more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
         finalists = [*ranked[:_FINALISTS], *more]
-        for trial in stages.over("finals", finalists, len(finalists), "split"):
+        for trial in stages.iterate_over("finals", finalists, len(finalists), "split"):
             trial.refined_kl = measure_split_kl(trial.plan, calibration, survey, _TRIAL_STEPS)
     return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
 

@@ -117,12 +117,14 @@ def summarize_plan(plan: Plan) -> str:
     if request.calibrated:
         texts = choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
         names = " + ".join(name or BUILT_IN for name, _ in texts)
-        rows.append(("text", f"{request.samples} x {request.length} tokens of {names}"))
+        rows.append(("text", f"{request.samples} x {request.calibration_length} tokens of {names}"))
     if request.refine:
         rows.append(("refine", f"{request.refine} steps in each layer"))
     if request.polish:
-        steps = count_polish_steps(request.polish, request.length)
-        rows.append(("polish", f"{steps} steps of {count_step_tokens(request.length)} tokens"))
+        steps = count_polish_steps(request.polish, request.calibration_length)
+        rows.append(
+            ("polish", f"{steps} steps of {count_step_tokens(request.calibration_length)} tokens")
+        )
     memory = f"about {format_bytes(needs.memory)} needed{per_process}"
     if (free := get_free_memory_bytes(plan)) is not None:
         memory += f", {format_bytes(free)} free"

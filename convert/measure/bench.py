@@ -27,7 +27,7 @@ from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import format_bytes
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import (
@@ -112,8 +112,8 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     rows: list[dict[str, Any]] = []
     first: dict[tuple[int, int], float] = {}
-    stages = Stages(progress, request.quiet)
-    for subject in stages.over("bench", subjects, len(subjects), "model"):
+    stages = ProgressStages(progress, request.quiet)
+    for subject in stages.iterate_over("bench", subjects, len(subjects), "model"):
         for row in _time_model(subject, request, device, getattr(torch, dtype)):
             if speed := row.get("decode_tokens_per_s"):
                 row["ratio"] = speed / first.setdefault((row["context"], row["batch"]), speed)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_progress_bars
@@ -79,7 +79,7 @@ def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
     """The model ``name`` on the request's device and in its dtype."""
     device = choose_device(request.device)
     with closing(open_checkpoint(name)) as checkpoint:
-        dtype = compute_dtype(checkpoint, device, request.dtype)
+        dtype = choose_compute_dtype(checkpoint, device, request.dtype)
         return load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
 
 

@@ -11,9 +11,9 @@ import torch
 from kvfold.attention.drift.report import DriftReport, measure_drift
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import load_config
@@ -67,7 +67,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
         # The layers of the models, and those of the rounding floor.
         total = 2 * teacher.layers
-        with Stages(progress, request.quiet)("compare", total, "layer") as advance:
+        with ProgressStages(progress, request.quiet)("compare", total, "layer") as advance:
             report = measure_drift(teacher, compared, tokens, progress=partial(advance, 1))
         about: dict[str, dict[str, Any]] = {
             "source": {"name": source.origin, "sha256": source.compute_model_digest()},
@@ -81,7 +81,7 @@ def open_layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) 
     """Open a checkpoint as a stream of layers. Raises InputError if its tensors do not match its
     config.
     """
-    computed = compute_dtype(checkpoint, device, dtype)
+    computed = choose_compute_dtype(checkpoint, device, dtype)
     try:
         stream = CheckpointStream(
             checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), device, computed

@@ -30,7 +30,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.measure.chat import generate_reply, load_whole_model
 from kvfold.convert.measure.losses import compute_token_losses
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import hide_progress_bars, load_config, use_blockwise_attention
 from kvfold.convert.text.corpus import open_corpus, render_chat
@@ -142,7 +142,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
         documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
     hide_progress_bars(request.quiet)
-    stages = Stages(progress, request.quiet)
+    stages = ProgressStages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
     student = evaluate_model(request.out, request, tokenizer, documents, stages)
@@ -249,19 +249,23 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
 
 
 def evaluate_model(
-    folder: str, request: EvalRequest, tokenizer: Any, documents: EvaluationInputs, stages: Stages
+    folder: str,
+    request: EvalRequest,
+    tokenizer: Any,
+    documents: EvaluationInputs,
+    stages: ProgressStages,
 ) -> ModelResults:
     """All results of one model, which is loaded for this alone."""
     model = load_whole_model(folder, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}
     for length, questions in documents.questions.items():
-        counted = stages.over("retrieval", questions, len(questions), "document")
+        counted = stages.iterate_over("retrieval", questions, len(questions), "document")
         scores["needle", f"{length} tokens"] = answer_questions(model, counted)
     losses = compute_token_losses(model, documents.windows)
     for start, end in split_positions(documents.windows.shape[1]):
         scores["loss", f"tokens {start} to {end}"] = losses[:, start - 1 : end - 1].mean(1)
-    prompts = stages.over("replies", documents.prompts, len(documents.prompts), "reply")
+    prompts = stages.iterate_over("replies", documents.prompts, len(documents.prompts), "reply")
     replies = [generate_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
     probabilities = torch.empty(0)
     if replies:

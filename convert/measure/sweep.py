@@ -51,7 +51,7 @@ from kvfold.convert.measure.sweep_targets import (
     propose_default_targets,
 )
 from kvfold.convert.options import format_argv
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import PairLosses
 from kvfold.convert.walk.walk import Step, Teacher, Walk
@@ -84,7 +84,7 @@ class SweepRow:
     @property
     def command(self) -> list[str]:
         """The words of the command that converts to the target."""
-        given = self.request.non_defaults()
+        given = self.request.collect_non_defaults()
         options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
         arguments = [self.request.model, self.request.out]
         return ["kvfold", "convert", *arguments, *format_argv(options)]
@@ -201,7 +201,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     common = {name: value for name, value in vars(request).items() if name not in _OWN_OPTIONS}
     common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()
-    stages = Stages(progress, request.quiet)
+    stages = ProgressStages(progress, request.quiet)
     plans = {}
     rows = {}
     with (
@@ -256,7 +256,7 @@ class _TargetStudent:
 
 
 def _fit_and_measure_targets(
-    plans: Mapping[str, Plan], calibration: Calibration, stages: Stages
+    plans: Mapping[str, Plan], calibration: Calibration, stages: ProgressStages
 ) -> Iterator[SweepRow]:
     """Fit and measure targets, all MLA or none, in one walk over the source."""
     first = next(iter(plans.values()))

@@ -85,7 +85,7 @@ class UptrainRequest(Request):
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
     trust_remote_code: bool = trust_option()
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def list_problems(self) -> Iterator[tuple[str, str]]:
         """Yield the field and the message of each problem that involves more than one option."""
         if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
             yield (

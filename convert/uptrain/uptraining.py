@@ -42,7 +42,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
 from kvfold.convert.conversion.card import render_trained_card
 from kvfold.convert.conversion.record import get_package_versions
-from kvfold.convert.device import choose_device, training_autocast
+from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import find_text_type
 from kvfold.convert.formatting import to_json_values
@@ -131,7 +131,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     # Before the first step, so that a bad file does not cost the training.
     side_files = read_side_files(source)
     device = choose_device(request.device)
-    precision = training_autocast(source, device, request.precision) or torch.float32
+    precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
     hide_progress_bars(request.quiet)
     # From here on the processes are connected.
     arguments = make_training_arguments(request, config.hidden_size, precision)
@@ -145,7 +145,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     def write() -> Uptrained:
         if trainer.constant:
             check_constant_channel(state, source)
-        options = request.result_options()
+        options = request.collect_result_options()
         for name in options.keys() & {"model", "text", "teacher"}:
             path = Path(options[name])
             if path.exists():  # without its path, which is of this machine
@@ -204,7 +204,7 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states
     now = json.dumps(
-        {"options": request.result_options(), "files": fingerprint_files(files)}, indent=1
+        {"options": request.collect_result_options(), "files": fingerprint_files(files)}, indent=1
     )
     checkpoint = None if request.fresh else _find_newest_checkpoint(work)
     if checkpoint is None:

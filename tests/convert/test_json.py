@@ -71,8 +71,8 @@ def test_commands_that_load_whole_models_write_json(run, tmp_path, name):
 def test_json_on_stdout_is_alone_when_a_library_prints_past_python():
     # As the Rust code of tokenizers does for special tokens that it does not know.
     code = (
-        "import os; from kvfold.convert.console import check_files, print_result;"
-        " check_files('-'); os.write(1, b'a warning');"
+        "import os; from kvfold.convert.console import check_output_files, print_result;"
+        " check_output_files('-'); os.write(1, b'a warning');"
         " print_result('-', lambda: {'a': 1}, 'a table')"
     )
     ended = run_python("-c", code)

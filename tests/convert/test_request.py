@@ -15,7 +15,7 @@ from kvfold.convert import (
     DriftRequest,
     EvalRequest,
 )
-from kvfold.convert.console import request_options
+from kvfold.convert.console import add_request_options
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import parse_number
 from kvfold.convert.options import collect_options, option
@@ -69,8 +69,8 @@ def test_paths_are_stored_as_text_and_lists_as_tuples():
 )
 def test_automatic_lengths_keep_the_number_of_tokens(options, positions, samples, length):
     """An explicit length stays, and is refused elsewhere if the model is too short for it."""
-    request = ConvertRequest(model="m", out="o", to="mqa", **options).resolve_length(positions)
-    assert (request.samples, request.length) == (samples, length)
+    request = ConvertRequest(model="m", out="o", to="mqa", **options).resolve_auto_length(positions)
+    assert (request.samples, request.calibration_length) == (samples, length)
 
 
 BUDGET = {"to": "mla", "budget": 64}
@@ -128,7 +128,7 @@ def test_an_invalid_measurement_is_refused(request_type, field, options, told):
 def test_only_options_that_decide_the_result_are_recorded():
     def record(**options):
         paths = {"model": "/home/someone/m", "out": "/tmp/o"}
-        return ConvertRequest(**paths, to="mqa", quiet=True, **options).result_options()
+        return ConvertRequest(**paths, to="mqa", quiet=True, **options).collect_result_options()
 
     assert (record()["to"], record()["method"]) == ("mqa", "principal")
     assert not {"model", "out", "quiet", "device", "overwrite"} & set(record(device="cpu"))
@@ -136,7 +136,7 @@ def test_only_options_that_decide_the_result_are_recorded():
         assert "seed" in record(**seeded)
     assert "seed" not in record(method="mean")
     latent = ConvertRequest(model="m", out="o", **SPLIT)
-    assert latent.result_options()["layout"] == latent.resolved_layout == "free"
+    assert latent.collect_result_options()["layout"] == latent.resolved_layout == "free"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def test_a_field_is_an_option_and_a_rule():
     requests = []
 
     @click.command()
-    @request_options(Extended)
+    @add_request_options(Extended)
     def command(request):
         requests.append(request)
 
@@ -158,5 +158,5 @@ def test_a_field_is_an_option_and_a_rule():
     assert re.search(r"--sharpness N +How sharp\. +\[default: 3\]", shown)
     line = ["m", "o", "--to", "mqa", "--sharpness", "5"]
     CliRunner().invoke(command, line, catch_exceptions=False)
-    assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
+    assert requests[0].sharpness == requests[0].collect_result_options()["sharpness"] == 5
     assert refused(Extended, model="m", out="o", to="mqa", sharpness=0).field == "sharpness"

@@ -13,7 +13,7 @@ from helpers.checkpoints import add_demo_tokenizer
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.console import check_files
+from kvfold.convert.console import check_output_files
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.sweep_targets import parse_targets
@@ -44,10 +44,10 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
     (tmp_path / "report" / "report.html").symlink_to(tmp_path / "other")
     for file in ("link", "pipe", "x" * 300):
         with refused():
-            check_files(str(tmp_path / file))
+            check_output_files(str(tmp_path / file))
     for folder in ("report", "pipe", "x" * 300):
         with refused():
-            check_files(None, report=str(tmp_path / folder))
+            check_output_files(None, report=str(tmp_path / folder))
 
 
 def test_a_begin_token_beyond_the_vocabulary_is_refused(model, refused):

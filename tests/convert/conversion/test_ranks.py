@@ -19,7 +19,7 @@ CONVERT = """
 import json, sys
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
 
-with processes.process_group("cpu"):
+with processes.connect_processes("cpu"):
     for options in json.loads(sys.argv[1]):
         convert_checkpoint(ConvertRequest(**options, quiet=True))
 """
@@ -52,7 +52,7 @@ def convert_together(log, made):
     """Two forks of this process carry out the requests ``made``."""
 
     def work():
-        with processes.process_group("cpu"):
+        with processes.connect_processes("cpu"):
             convert(made)
 
     torch.set_num_threads(1)  # a fork has one thread
@@ -105,7 +105,7 @@ def test_a_process_that_never_comes_ends_the_others(tmp_path, monkeypatch):
 
     def work():
         if os.environ["RANK"] == "0":
-            with processes.process_group("cpu"):
+            with processes.connect_processes("cpu"):
                 pass
 
     first, _ = forked.run_ranks(tmp_path, work)
@@ -127,7 +127,7 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Journal.add_layer = note
-        with processes.process_group("cpu"):
+        with processes.connect_processes("cpu"):
             convert(made)
 
     first, _ = forked.run_ranks(tmp_path / "killed log", killed)
@@ -153,7 +153,7 @@ def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_pat
 
         add_up = processes.all_reduce
         processes.all_reduce = killed
-        with processes.process_group("cpu"):
+        with processes.connect_processes("cpu"):
             convert(made)
 
     torch.set_num_threads(1)  # a fork has one thread

@@ -10,7 +10,7 @@ from kvfold.attention import interface
 from kvfold.convert import device
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import open_source_stream
-from kvfold.convert.device import training_autocast
+from kvfold.convert.device import choose_autocast_dtype
 from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of
 
@@ -39,10 +39,10 @@ def test_the_faster_arithmetic_is_taken_only_for_weights_stored_in_it(
     checkpoint = open_checkpoint(stored)
     for speed, expected in ((4.0, torch.bfloat16), (1.1, None)):
         set_speed(speed)
-        assert training_autocast(checkpoint, cpu) == expected
-        assert training_autocast(open_checkpoint(tiny_family("llama")), cpu) is None
-        assert training_autocast(checkpoint, cpu, "bfloat16") == torch.bfloat16
-        assert training_autocast(checkpoint, cpu, "float32") is None
+        assert choose_autocast_dtype(checkpoint, cpu) == expected
+        assert choose_autocast_dtype(open_checkpoint(tiny_family("llama")), cpu) is None
+        assert choose_autocast_dtype(checkpoint, cpu, "bfloat16") == torch.bfloat16
+        assert choose_autocast_dtype(checkpoint, cpu, "float32") is None
 
 
 def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(stored, tmp_path, set_speed):
