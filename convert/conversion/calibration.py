@@ -137,7 +137,7 @@ def _write_sequences(
     if request.calibration_length <= len(turns.start):
         raise option_error(
             "seq_len",
-            request.length,
+            request.calibration_length,
             f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
             " writes; raise it",
         )
