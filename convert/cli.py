@@ -21,9 +21,10 @@ from kvfold.convert.console import run_command
 
 
 class _OrderedCommands(click.Group):
-    """A group that lists its commands in the order in which they were added."""
+    """A click group that lists its commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of the commands in the order in which they were added."""
         return list(self.commands)
 
 
@@ -61,5 +62,7 @@ for _command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; exit status 0 success, 2 invalid request or input, 1 another error."""
+    """Run the command line ``arguments`` and exit with status 0 for success, 2 for an invalid
+    request or input, 1 for any other error.
+    """
     run_command(kvfold, "kvfold", arguments)

@@ -40,7 +40,7 @@ def add_request_options(
     request: type[Request],
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
 ) -> Decorator:
-    """Decorator that adds the fields of ``request`` to a click command as arguments and options.
+    """A decorator that adds the fields of ``request`` to a click command as arguments and options.
 
     The decorated function receives the request built from them: ``request(**values)``, or
     ``build(values, further)``, which may remove some of the ``further`` options of the function.
@@ -67,8 +67,8 @@ def add_request_options(
 
 
 def _make_click_parameter(spec: Option) -> Decorator:
-    """The click argument or option for one field, whose value the request checks. A flag that is
-    set by default has a form ``--no-NAME``.
+    """The click argument or option for one field of a request, which checks its value later. A flag
+    that is set by default gets the form ``--no-NAME``.
     """
     if spec.argument:
         count = -1 if spec.is_tuple else 1
@@ -100,12 +100,14 @@ def _make_click_parameter(spec: Option) -> Decorator:
 def add_json_option(
     help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
 ) -> Decorator:
-    """The option ``--json``, whose value is the parameter ``json_file``."""
+    """A decorator that adds the option ``--json FILE``, whose value is the parameter ``json_file``."""
     return click.option("--json", "json_file", metavar="FILE|-", help=help)
 
 
 def add_report_option(content: str) -> Decorator:
-    """The option ``--report``; ``content`` says what is on the page."""
+    """A decorator that adds the option ``--report DIR``; ``content`` says in the help what is on
+    the page.
+    """
     return click.option(
         "--report",
         metavar="DIR",
@@ -114,11 +116,12 @@ def add_report_option(content: str) -> Decorator:
 
 
 class _EscapedLogRecord(logging.LogRecord):
-    """What a library logs, without codes that a terminal obeys: names and values from files may
-    contain some.
+    """A log record of a library whose message has no control codes for the terminal; names and
+    values from files may contain some.
     """
 
     def getMessage(self) -> str:
+        """The message with control characters escaped."""
         colorless = re.sub(r"\x1b\[[\d;]*m", "", super().getMessage())
         return "\n".join(map(escape_text, colorless.expandtabs().splitlines()))
 
@@ -126,8 +129,8 @@ class _EscapedLogRecord(logging.LogRecord):
 def run_command(
     command: click.Command, name: str, arguments: Sequence[str] | None = None
 ) -> NoReturn:
-    """Run a click command. An error sets the exit status and prints ``error: ...`` with indented
-    details to stderr.
+    """Run a click command and exit; after an error, print ``error: ...`` with indented details to
+    stderr.
 
     SIGTERM, which job schedulers and containers send, and SIGHUP end the command as Ctrl-C does.
     The notes of an exception say what an ended run left behind.
@@ -168,7 +171,7 @@ def run_command(
 
 
 def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
-    """What to print about an error, None for nothing, and the exit status."""
+    """The lines to print about an error, or None to print nothing, and the exit status."""
     if isinstance(error, KvfoldError):
         return str(error), error.exit_status
     if isinstance(error, click.ClickException):
@@ -194,16 +197,16 @@ def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
 
 
 def _join_notes(error: BaseException) -> str:
-    """The notes of an exception, or of the KeyboardInterrupt that click replaced by its own, as a
-    clause.
+    """The notes that were added to an exception, or to the KeyboardInterrupt that click replaced by
+    its own, joined into a clause.
     """
     notes: list[str] = getattr(error, "__notes__", []) or getattr(error.__cause__, "__notes__", [])
     return "; ".join(notes)
 
 
 def check_output_files(json_file: str | None, report: str | None = None) -> None:
-    """Raise InputError if the file of ``--json`` or ``--report`` cannot be drawn or written,
-    because a long run must not end in an error that its first second could have found.
+    """Raise InputError if the file of ``--json`` or ``--report`` cannot be written, or matplotlib
+    is missing, so that a long run does not fail at its end.
 
     With ``--json -``, stdout is reserved for the JSON from here on.
     """
@@ -219,8 +222,8 @@ def check_output_files(json_file: str | None, report: str | None = None) -> None
 
 
 def _reserve_stdout() -> None:
-    """Send to stderr what libraries print to stdout past Python, as tokenizers does with its
-    warnings.
+    """Redirect to stderr what libraries write to the stdout file descriptor, such as warnings of
+    tokenizers.
     """
     stdout = sys.__stdout__
     if stdout is not None and stdout is sys.stdout:
@@ -230,7 +233,8 @@ def _reserve_stdout() -> None:
 
 
 def _check_writable(option: str, file: Path) -> None:
-    """Raise InputError if ``file`` cannot be written; missing folders are made then.
+    """Raise InputError if ``file`` cannot be written; missing folders are created. Links are
+    refused, because they may lead anywhere, and pipes, because they would block.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
@@ -250,8 +254,8 @@ def _check_writable(option: str, file: Path) -> None:
 
 
 def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:
-    """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text``
-    goes to stderr.
+    """Print ``text``, and write the JSON of ``value()`` to ``json_file``, if given; if that is
+    stdout, ``text`` goes to stderr.
     """
     if json_file is not None:
         content = json.dumps(to_json_values(value()), indent=2, allow_nan=False)

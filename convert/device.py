@@ -24,8 +24,8 @@ _TIMED = 3
 
 
 def choose_device(name: str) -> torch.device:
-    """The device ``name``; ``auto`` is a GPU if torch finds one. Raises InputError for ``cuda``
-    without a GPU.
+    """The torch device called ``name``; ``auto`` is a GPU if there is one. Raises InputError for
+    ``cuda`` without a GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
@@ -38,8 +38,8 @@ def choose_device(name: str) -> torch.device:
 def choose_compute_dtype(
     checkpoint: Checkpoint, device: torch.device, name: str = "auto"
 ) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is float32 on a CPU, and the dtype of most checkpoint
-    bytes on CUDA.
+    """The torch dtype called ``name``; ``auto`` is float32 on a CPU, and on CUDA the dtype that
+    most of the checkpoint is stored in.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
@@ -52,7 +52,9 @@ def choose_compute_dtype(
 
 
 def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most of the checkpoint's bytes; float32 if none of them is F32, BF16 or F16."""
+    """The dtype in which most of the checkpoint's bytes are stored; float32 if none of them is F32,
+    BF16 or F16.
+    """
     stored = {
         dtype: size for dtype, size in checkpoint.count_float_bytes().items() if dtype in _COMPUTED
     }
@@ -62,8 +64,9 @@ def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 def choose_autocast_dtype(
     checkpoint: Checkpoint, device: torch.device, precision: str = "auto"
 ) -> torch.dtype | None:
-    """The ``torch.autocast`` dtype for training steps and calibration passes; None means float32
-    without autocast.
+    """The dtype for ``torch.autocast`` in training steps and calibration passes; None means float32
+    without autocast. ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device``
+    multiplies matrices faster in it.
 
     ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device`` multiplies its
     matrices faster in it.
@@ -86,8 +89,8 @@ def choose_autocast_dtype(
 
 @cache
 def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) -> float:
-    """The measured time of a product ``[n, inputs] [inputs, outputs]`` in float32, relative to
-    bfloat16.
+    """How many times faster ``device`` multiplies matrices ``[n, inputs] [inputs, outputs]`` in
+    bfloat16 than in float32, measured.
     """
     from torch.utils.benchmark import Timer, timer
 
@@ -113,7 +116,7 @@ def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) ->
 
 
 def measure_free_memory(device: torch.device) -> int | None:
-    """Free memory on ``device`` in bytes; None if the system does not report it."""
+    """The free memory of ``device`` in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     statistics = Path("/proc/meminfo")  # Linux

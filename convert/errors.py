@@ -19,7 +19,7 @@ _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options h
 
 
 def format_option(field: str, value: Any = True) -> str:
-    """The command-line spelling of a field: ``--kv-heads 5``; ``--fresh`` for a true flag,
+    """A field as the command line spells it: ``--kv-heads 5``; ``--fresh`` for a true flag,
     ``--no-retrieval`` for a false one.
     """
     name = _OPTIONS.get(field, field).replace("_", "-")
@@ -29,7 +29,7 @@ def format_option(field: str, value: Any = True) -> str:
 
 
 class KvfoldError(Exception):
-    """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to
+    """An error with a message for the user: what is wrong and where, what was expected, and what to
     do.
 
     Attributes:
@@ -51,6 +51,7 @@ class KvfoldError(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
+        """The message, followed by the details, one to a line."""
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
         if len(self.details) > _SHOWN:
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
@@ -68,7 +69,9 @@ class InputError(KvfoldError):
 
 
 def option_error(field: str, value: Any, rule: str) -> InputError:
-    """The error of one option: its spelling with ``value``, followed by ``rule``."""
+    """An InputError about one option: its spelling with ``value``, followed by ``rule``, which says
+    what is wrong or expected.
+    """
     space = "" if rule.startswith(":") else " "
     return InputError(f"{format_option(field, value)}{space}{rule}", field=field)
 
@@ -81,15 +84,15 @@ def summarize_error(error: BaseException, longest: int = 300) -> str:
 
 
 def escape_text(text: str) -> str:
-    """``text`` in one line, with characters that cannot be printed as Python escapes them, and long
-    words cut.
+    """``text`` in one line for messages: unprintable characters as Python escapes, and long words
+    shortened.
     """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def shorten_repr(value: Any) -> str:
-    """The ``repr`` of a value from a file, with the middle of long values omitted."""
+    """The ``repr`` of a value from a file; the middle is left out if it is long."""
     return _REPR.repr(value)
 
 
@@ -108,8 +111,8 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def explain_system_error(error: Exception) -> str | None:
-    """A sentence about the failed disk, memory or file access if ``error`` reports one; otherwise
-    None.
+    """A sentence about the failed disk, memory or file access that caused ``error``; None if there
+    was none.
     """
     text = summarize_error(error)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
@@ -128,8 +131,8 @@ def explain_system_error(error: Exception) -> str | None:
 
 
 def suggest_name(name: Any, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if
-    none is similar.
+    """`` (did you mean NAME?)`` with the name in ``known`` most similar to ``name``; empty if none
+    is similar.
     """
     names = {text.lower(): text for text in known}
     close = get_close_matches(str(name).strip().lower(), names, 1)

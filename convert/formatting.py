@@ -9,8 +9,8 @@ _POWERS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def format_bytes(count: int) -> str:
-    """``count`` bytes in the largest decimal unit that gives a number of at least 1, such as "5.2
-    GB".
+    """``count`` bytes as text in the largest decimal unit that gives a number of at least 1, such
+    as "5.2 GB".
     """
     for prefix, size in reversed(_POWERS.items()):
         if count >= size:
@@ -19,8 +19,8 @@ def format_bytes(count: int) -> str:
 
 
 def parse_number(text: Any, unit: str = "") -> int | None:
-    """The number in a text such as ``"200k"`` or ``"1.5M"``, or with the ``unit`` B, ``"5GB"``
-    (decimal, as in transformers); None for all else.
+    """The number in a text such as ``"200k"`` or ``"1.5M"``, or with the ``unit`` B in ``"5GB"``
+    (decimal); None if the text is not such a number.
     """
     number = r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?"
     match = re.fullmatch(rf"{number}([kMGT]){unit}", str(text), re.IGNORECASE | re.ASCII)
@@ -29,7 +29,7 @@ def parse_number(text: Any, unit: str = "") -> int | None:
 
 
 def format_duration(seconds: float) -> str:
-    """A rough duration: "7 s", "12 min", "3 h", "4 days"."""
+    """A duration in seconds as rough text: "7 s", "12 min", "3 h", "4 days"."""
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     if seconds < 90 * 60:
@@ -58,9 +58,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def to_json_values(value: Any) -> Any:
-    """``value`` with null for NaN and infinity, such as the loss of a source that overflows: JSON
-    has neither.
-    """
+    """``value`` with NaN and infinity replaced by None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {name: to_json_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

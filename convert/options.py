@@ -27,8 +27,7 @@ _TYPE_RULES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a request. Its field sets the first attributes by `option`; `collect_options`
-    derives the others from the annotation and the default.
+    """The type, limits and help of one option of a request.
 
     Attributes:
         help: Text for ``--help``.
@@ -80,6 +79,9 @@ class Option:
         return tuple(dict.fromkeys(map(self._parse_single_value, items)))
 
     def _parse_single_value(self, value: Any) -> Any:
+        """One value, not a tuple, with the option's type. Raises ValueError with the rule that it
+        breaks, in words that follow "must be".
+        """
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if isinstance(value, str) and value in self.choices:
@@ -102,8 +104,8 @@ class Option:
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
-    """A dataclass field with the attributes of ``Option``; without ``default`` the option is
-    required.
+    """A dataclass field that is an option of a request, with the attributes of `Option`; it is
+    required if it has no ``default``.
     """
     return field(default=default, metadata={"option": Option(help, **details)})
 
@@ -123,8 +125,8 @@ trust_option = partial(
 
 
 def collect_options(request: type[Any]) -> dict[str, Option]:
-    """The options of a request by name: arguments, then those that its class declares itself, then
-    inherited ones.
+    """The options of a request class, by name: arguments first, then those that the class declares
+    itself, then inherited ones.
     """
     hints = get_type_hints(request)
     options: dict[str, Option] = {}
@@ -145,8 +147,8 @@ def collect_options(request: type[Any]) -> dict[str, Option]:
 
 
 class Request:
-    """Base class of requests. Raises one InputError with the problem of every invalid value, or, if
-    all values are valid, of every invalid combination.
+    """Base class of requests, which checks its values. Raises one InputError with every invalid
+    value, or else with every combination of values that is not allowed.
     """
 
     def __post_init__(self) -> None:
@@ -164,11 +166,11 @@ class Request:
             raise InputError(message, [further for _, further in problems[1:]], field=field)
 
     def list_problems(self) -> Iterable[tuple[str, str]]:
-        """A field and a sentence for each combination of valid values that is not allowed."""
+        """The field at fault and a sentence for each combination of values that is not allowed."""
         return ()
 
     def collect_non_defaults(self) -> dict[str, Any]:
-        """The options whose values differ from their defaults."""
+        """The options whose values differ from their defaults, by name."""
         return {
             name: vars(self)[name]
             for name, spec in collect_options(type(self)).items()
@@ -176,8 +178,8 @@ class Request:
         }
 
     def collect_result_options(self) -> dict[str, Any]:
-        """The options that determine the result, without unset ones and those that only say where
-        and how to run.
+        """The options that determine the result, by name: without unset ones, and without those
+        that only say where and how to run.
         """
         return {
             name: vars(self)[name]
@@ -187,7 +189,7 @@ class Request:
 
 
 def format_argv(values: Mapping[str, Any]) -> list[str]:
-    """Option values as words of a command line, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
+    """Options as words of a command line, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
     argv: list[str] = []
     for name, value in values.items():
         for item in value if isinstance(value, tuple) else (value,):

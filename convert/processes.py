@@ -24,7 +24,7 @@ Items = TypeVar("Items", "list[int]", "Tensor")
 
 
 def _get_distributed() -> Any:
-    """``torch.distributed`` if it connects this process to others, otherwise None."""
+    """The module ``torch.distributed`` if it connects this process to others, otherwise None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -42,6 +42,7 @@ def get_rank() -> int:
 
 
 def is_rank0() -> bool:
+    """True in the process of rank 0, and in a run of one process."""
     return get_rank() == 0
 
 
@@ -52,7 +53,8 @@ def launched_as_rank0() -> bool:
 
 @contextmanager
 def connect_processes(device: str) -> Iterator[None]:
-    """Connect the processes that ``torchrun`` started, by gloo, and between GPUs also by nccl.
+    """Connect the processes that ``torchrun`` started while the context lasts, by gloo, and between
+    GPUs also by nccl. Each process uses the GPU of its local rank, unless ``device`` is "cpu".
 
     Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises
     InputError if a machine has fewer GPUs than processes, KvfoldError if the processes do not
@@ -104,7 +106,9 @@ def destroy_process_group() -> None:
 
 @contextmanager
 def _convert_exchange_failures() -> Iterator[None]:
-    """Turn a failed exchange into a KvfoldError that says that another process has ended."""
+    """Turn a failed exchange between processes into a KvfoldError that says that another process
+    has ended.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -164,12 +168,14 @@ def all_reduce(tensors: Iterable["Tensor"]) -> None:
 
 
 def shard_range(number: int) -> range:
-    """This process's share of ``number`` items: contiguous, with sizes that differ by at most 1."""
+    """The share of ``number`` items that this process works on, as a contiguous range; the sizes of
+    shares differ by at most 1.
+    """
     start, stop = (number * rank // world_size() for rank in (get_rank(), get_rank() + 1))
     return range(start, stop)
 
 
 def shard(items: Items) -> Items:
-    """This process's share of a list, or of the rows of a tensor."""
+    """The part of a list, or of the rows of a tensor, that this process works on."""
     share = shard_range(len(items))
     return items[share.start : share.stop]

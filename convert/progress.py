@@ -16,16 +16,18 @@ _LINE_SECONDS = 30.0  # between lines where stderr is no terminal
 
 
 class _LineProgress(tqdm):  # type: ignore[type-arg]
-    """A bar that prints lines instead of redrawing one."""
+    """A tqdm progress bar that prints a line now and then instead of redrawing a bar."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
+        """A function that prints a status as a line of its own."""
         return lambda text: print(text, file=file, flush=True) if text.strip() else None
 
 
 @dataclass
 class ProgressStages:
-    """Reports the stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
+    """Reports the progress of a run, stage by stage: ``with stages("convert", 32, "layer") as
+    advance: advance(1)``.
 
     Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless
     ``quiet``. A stage without ``total`` has an unknown length and is only shown on a terminal.
@@ -38,8 +40,9 @@ class ProgressStages:
     def __call__(
         self, name: str, total: int = 0, unit: str = "", done: int = 0
     ) -> Iterator[Advance]:
-        """A stage of ``total`` units ("B": bytes), ``done`` before it began; yields a function of
-        the number of units done since its last call.
+        """A context manager for a stage of ``total`` units ("B" means bytes), of which ``done`` are
+        finished. Its value is a function, to be called with the number of units finished since its
+        last call.
         """
         terminal = sys.stderr.isatty()
         seconds = 0.1 if terminal else _LINE_SECONDS
@@ -73,7 +76,7 @@ class ProgressStages:
     def iterate_over(
         self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0
     ) -> Iterator[Item]:
-        """Iterate over ``items``, advancing the stage by one unit after each."""
+        """Iterate over ``items`` as a stage, which advances by one unit after each item."""
         with self(name, total, unit, done) as advance:
             for item in items:
                 yield item

@@ -31,13 +31,13 @@ _DISPLACES = {
 
 
 def list_recipe_names() -> list[str]:
-    """Sorted names of the shipped recipes."""
+    """The names of the recipes that ship with kvfold, sorted."""
     return sorted(path.stem for path in _RECIPE_FOLDER.glob("*.toml"))
 
 
 def list_recipes() -> list[dict[str, Any]]:
-    """The shipped recipes as JSON values: each one's name, ``options``, and the entries of its
-    ``about``.
+    """The recipes that ship with kvfold as JSON values: name, ``options``, and the entries of the
+    table ``about``.
     """
     recipes = []
     for name in list_recipe_names():
@@ -47,8 +47,8 @@ def list_recipes() -> list[dict[str, Any]]:
 
 
 def format_recipes() -> str:
-    """A table of the shipped recipes: name, model, and KV-cache elements per token per layer before
-    and after.
+    """A table of the shipped recipes as text: name, model, and KV-cache elements per token per
+    layer before and after.
     """
     keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "before", "after"]]
@@ -59,7 +59,8 @@ def format_recipes() -> str:
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
-    """The request of ``recipe`` (a name or a FILE.toml), with ``overrides`` in place of its values.
+    """The conversion request that a recipe describes (a shipped name or a FILE.toml); ``overrides``
+    replace its values.
 
     ``overrides`` are fields of ``ConvertRequest``, including ``model`` and ``out``. An override of
     the target, the split or the training removes the recipe's values that are incompatible with it.
@@ -86,9 +87,9 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
 
 
 def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options, keyed by ``ConvertRequest`` field, of the shipped recipe or the file ``recipe``,
-    and the table ``about``: model, saving, uptraining command, etc. Raises InputError if there is
-    no such recipe, or if it contains anything else.
+    """The options in a shipped recipe or a recipe file, by field of `ConvertRequest`, and its table
+    ``about`` (model, saving, uptraining command). Raises InputError if there is no such recipe, or
+    if it contains anything else.
     """
     names = list_recipe_names()
     # Names come first, so that a file with the same name in the current folder does not change

@@ -48,7 +48,9 @@ SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory gr
 
 
 def count_held_out(samples: int) -> int:
-    """Held-out sequences for ``samples`` calibration sequences: an eighth, at least 8."""
+    """The number of held-out sequences for ``samples`` calibration sequences: an eighth, at least
+    8.
+    """
     return max(8, math.ceil(samples / 8))
 
 
@@ -65,7 +67,7 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 
 @dataclass(frozen=True)
 class RunRequest(Request):
-    """The options of every command that runs MODEL on text."""
+    """The options that all commands share which run MODEL on text."""
 
     model: str = _source()
     _: KW_ONLY
@@ -78,7 +80,7 @@ class RunRequest(Request):
 
 @dataclass(frozen=True)
 class CalibratedRequest(RunRequest):
-    """The options of commands that fit targets on calibration text."""
+    """The options that all commands share which fit a conversion to calibration text."""
 
     _: KW_ONLY
     layout: Layout | None = option(
@@ -124,8 +126,8 @@ class CalibratedRequest(RunRequest):
 
 @dataclass(frozen=True)
 class ConvertRequest(CalibratedRequest):
-    """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help``
-    explains.
+    """The options of one conversion. The fields are those of ``kvfold convert`` with underscores,
+    which ``--help`` explains.
 
     None for ``method`` or ``group`` means the best choice for the target (see ``resolved_method``).
     ``method`` and ``objective`` are registered names, or ``MODULE:NAME`` with a module that
@@ -216,16 +218,19 @@ class ConvertRequest(CalibratedRequest):
 
     @property
     def resolved_method(self) -> str:
+        """The name of the method, which is the default one if ``method`` is None."""
         return self.method or DEFAULT
 
     @property
     def chosen_method(self) -> Method:
-        """The registered method. Raises InputError if the target has no method with this name."""
+        """The conversion method, looked up by name. Raises InputError if the target has no method
+        with this name.
+        """
         return registry.find_method(self.resolved_method, self.to)
 
     @property
     def resolved_layout(self) -> Layout:
-        """The layout of an MLA result."""
+        """The name of the layout in which an MLA result is written."""
         return self.layout or DEFAULT_LAYOUT
 
     @property
@@ -235,15 +240,15 @@ class ConvertRequest(CalibratedRequest):
 
     @property
     def calibration_length(self) -> int:
-        """Tokens per calibration sequence, of a request without ``auto`` (see
-        `resolve_auto_length`).
+        """The number of tokens per calibration sequence. ``seq_len`` must not be ``auto`` any more
+        (see `resolve_auto_length`).
         """
         assert isinstance(self.seq_len, int)
         return self.seq_len
 
     def resolve_auto_length(self, positions: int) -> "ConvertRequest":
-        """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many
-        ``positions``.
+        """The request with ``seq_len="auto"`` replaced by a length that a model with so many
+        ``positions`` supports. If that is shorter than usual, ``samples`` grows.
         """
         if self.seq_len != "auto":
             return self
@@ -252,10 +257,11 @@ class ConvertRequest(CalibratedRequest):
 
     @property
     def shard_bytes(self) -> int:
+        """The largest size of a weight file in bytes."""
         return parse_number(self.max_shard_size, "B") or 0
 
     def collect_result_options(self) -> dict[str, Any]:
-        """The options that determine the result."""
+        """The options that determine the result, by name."""
         left_out = {"calibration"}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
@@ -314,8 +320,8 @@ class ConvertRequest(CalibratedRequest):
 
 @dataclass(frozen=True)
 class DriftRequest(RunRequest):
-    """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len``
-    tokens.
+    """The options of ``kvfold drift``, which compares MODEL and OUT on ``samples`` sequences of
+    ``seq_len`` tokens.
     """
 
     out: str = _source()
@@ -330,7 +336,7 @@ class DriftRequest(RunRequest):
 
 @dataclass(frozen=True)
 class SweepRequest(CalibratedRequest):
-    """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
+    """The options of ``kvfold sweep``, which fits and measures several targets for MODEL.
 
     ``targets`` is a string as on the command line, or a list.
     """
@@ -358,7 +364,7 @@ class SweepRequest(CalibratedRequest):
 
 @dataclass(frozen=True)
 class EvalRequest(RunRequest):
-    """A comparison by ``kvfold eval`` of MODEL and OUT on tasks and long contexts."""
+    """The options of ``kvfold eval``, which compares MODEL and OUT on tasks and long contexts."""
 
     out: str = _source()
     tasks: tuple[str, ...] = option(
@@ -390,14 +396,14 @@ class EvalRequest(RunRequest):
 
     @property
     def harness_tasks(self) -> tuple[str, ...]:
-        """The tasks that lm-evaluation-harness runs."""
+        """The names of the tasks that lm-evaluation-harness runs."""
         return tuple(task for task in self.tasks if task != "replies")
 
 
 @dataclass(frozen=True)
 class BenchRequest(Request):
-    """A benchmark by ``kvfold bench``: every model is timed for ``seconds`` at each context length
-    and batch size.
+    """The options of ``kvfold bench``, which times every model for ``seconds`` at each context
+    length and batch size.
     """
 
     models: tuple[str, ...] = option(
@@ -426,7 +432,7 @@ class BenchRequest(Request):
 
 @dataclass(frozen=True)
 class ChatRequest(Request):
-    """A conversation with MODEL, and with ``against`` beside it."""
+    """The options of ``kvfold chat``: a conversation with MODEL, and with ``against`` beside it."""
 
     model: str = _source()
     against: str | None = option(

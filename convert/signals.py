@@ -25,7 +25,8 @@ _CLEAN_UP_SECONDS = 10  # in which further signals are ignored; chosen
 
 @dataclass
 class DeferredSignals:
-    """Defers signals while files are created or removed, and delivers them in between::
+    """Defers signals while files are created or removed, and delivers them at safe points in
+    between.
 
         with DeferredSignals() as signals:
             create()
@@ -57,7 +58,7 @@ class DeferredSignals:
         return self
 
     def deliver(self) -> None:
-        """Stop deferring signals, and raise the deferred one if there is one."""
+        """Stop deferring signals, and raise the exception of a signal that arrived meanwhile."""
         self.deferred = False
         if self._waiting:
             signal.raise_signal(self._waiting.pop())
@@ -71,6 +72,9 @@ class DeferredSignals:
         self.deliver()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal if signals are deferred, otherwise pass it to the handler that it had
+        before.
+        """
         if self.deferred:
             self._waiting = [number]
         else:
@@ -79,7 +83,7 @@ class DeferredSignals:
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Within the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
+    """While the context lasts, SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
     Further signals are ignored for 10 seconds, in which the run cleans up. Signals that are ignored
     (as under ``nohup``) or already have another handler are not changed.
@@ -87,6 +91,7 @@ def interrupt_on_signals() -> Iterator[None]:
     last = -float("inf")
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
+        """The signal handler: ignore further signals for 10 seconds, and raise KeyboardInterrupt."""
         nonlocal last
         before = last
         last = time.monotonic()
@@ -106,8 +111,8 @@ def interrupt_on_signals() -> Iterator[None]:
 
 @contextmanager
 def limit_resources(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond 512 MiB
-    of memory.
+    """Raise TimeoutError after ``seconds``, and MemoryError beyond 512 MiB, while the context
+    lasts, in any thread.
 
     For data from a checkpoint that Python code interprets, such as a chat template: a single
     operation in C is not interrupted, but cannot get the memory either.
@@ -118,6 +123,9 @@ def limit_resources(seconds: float) -> Iterator[None]:
 
     def watch_limits() -> None:
         # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
+        """Wait in a thread of its own, and raise TimeoutError in the main code when the time is
+        over.
+        """
         while not ended.wait(seconds):
             # no signal: it would reach only the main thread
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, timeout)

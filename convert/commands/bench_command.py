@@ -37,7 +37,9 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
 
 
 def format_benchmark(benchmark: "Benchmark") -> str:
-    """A table for each context and batch; a model that was not measured gives the reason."""
+    """The result as text: a table for each context length and batch size. A model that was not
+    timed has the reason in its row.
+    """
     lines = [
         f"{benchmark.device}, {benchmark.threads} threads, {benchmark.dtype}",
         ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),
@@ -55,6 +57,7 @@ def format_benchmark(benchmark: "Benchmark") -> str:
 
 
 def _format_benchmark_row(row: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a table row with one model's times, speed, cache and memory."""
     name = row["model"]
     if len(name) > _LONGEST_NAME:
         name = f"...{name[3 - _LONGEST_NAME :]}"

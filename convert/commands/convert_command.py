@@ -19,8 +19,8 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 def _build_convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
-    """The request from the command line's options, or from a recipe overridden by the options that
-    were given.
+    """The request from the options of the command line; with ``--recipe``, from the recipe, whose
+    values the given options replace.
     """
     from kvfold.convert.recipes import recipe_request
 

@@ -48,8 +48,8 @@ def demo(folder: str | None, json_file: str | None) -> None:
 
 
 def _convert_to_all_targets(folder: Path) -> list[dict[str, Any]]:
-    """Rows with target, cache elements and perplexity of the original and of every conversion,
-    which are written to ``folder``; prints each command.
+    """Rows with target, cache elements and perplexity: the original model, then each conversion,
+    which is written to ``folder``. Prints each command.
     """
     import torch
     from transformers import AutoTokenizer

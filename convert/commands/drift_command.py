@@ -70,8 +70,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
 
 
 def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool = False) -> str:
-    """The text on the terminal: what was compared, the saving, the loss and the verdict; with
-    ``layers`` also all figures with their rounding floors, and a table of the layers.
+    """The text for the terminal: what was compared, the saving, the loss and the verdict. With
+    ``layers``, also all figures with their rounding floors, and a table of the layers.
     """
     floor = report.floor
     before = report.source_cache_bytes
@@ -94,7 +94,9 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
 
 
 def format_layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
-    """The errors of each layer; last, the largest errors that rounding alone causes."""
+    """The cells of a table with the relative errors of each layer; its last row has the largest
+    errors that rounding alone causes.
+    """
     first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
     rows = [("layer", *first), ("from 0", *second)]
     for index, layer in enumerate(report.layers):

@@ -42,7 +42,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:
-    """The results as text, a line for each measurement."""
+    """The evaluation as text for the terminal, one line for each measurement."""
     table: list[tuple[str, ...]] = [("task", "documents", "source", "result", "difference")]
     for row in evaluation.rows:
         difference = f"{row['difference']:+.4f}"

@@ -31,8 +31,8 @@ def inspect(model: str, as_json: bool) -> None:
 
 
 def format_inspection(inspection: "Inspection") -> str:
-    """The facts, wrapped to the width of the terminal, a table of the targets, and the engines that
-    serve them.
+    """The inspection as text: facts about the model wrapped to the terminal's width, a table of
+    targets, and the engines that serve them.
     """
     lines = [format_block(_list_model_facts(inspection)), ""]
     if not inspection.targets:
@@ -54,6 +54,9 @@ def format_inspection(inspection: "Inspection") -> str:
 
 
 def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
+    """The facts about the model as short phrases, such as its attention kind, heads and cache bytes
+    per token.
+    """
     heads = (
         f"{inspection.heads} query heads, {inspection.kv_heads} key/value heads, head dim"
         f" {inspection.head_dim}"

@@ -30,11 +30,14 @@ _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 
 
 class _SweepCommand(click.Command):
-    """A command whose ``--targets`` accepts several words: those that look like targets, as in
-    ``gqa:4,2 mqa``.
+    """The click command ``sweep``, whose ``--targets`` accepts several words, as in ``--targets
+    gqa:4,2 mqa``.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Join the words after ``--targets`` that look like targets into one value, then parse as
+        click does.
+        """
         words: list[str] = []
         for word in args:
             if words[-2:-1] == ["--targets"] and _TARGET.fullmatch(word):
@@ -96,8 +99,8 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
 
 
 def summarize_sweep(sweep: "Sweep") -> str:
-    """The text on the terminal: the source and the text, a line per target, the smallest within the
-    limit and the command that converts to it.
+    """The text for the terminal: the source and the text, a line per target, and the command that
+    converts to the smallest target within the limit.
     """
     elements = f"{sweep.cache_elements} cache elements per token per layer"
     heading = [("source", f"{sweep.model}: {sweep.kind}, {elements}"), ("text", sweep.text)]

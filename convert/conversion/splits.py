@@ -27,7 +27,7 @@ from kvfold.convert.walk.walk import embed_tokens, gather_statistics
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
 # budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that
-# ships, bench_refine_constants.py, 2026-11-22).
+# ships, measured by a script in git history, 2026-11-22).
 _TRIAL_STEPS = 20
 # Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is
 # fitted to all tokens.

@@ -18,8 +18,8 @@ from kvfold.convert.families.values import TYPES
 
 @dataclass(frozen=True)
 class MultimodalWrapper:
-    """A model type that wraps a language model: its class, and the default type of the language
-    model.
+    """A multimodal model type whose checkpoint contains a language model: its class, and the
+    default type of that language model.
 
     ``any_text``: the class can build any language model named in ``text_config`` (``AutoModel``),
     including MLA models.
@@ -32,15 +32,17 @@ class MultimodalWrapper:
 
 @dataclass(frozen=True)
 class WrapperPrefixes:
-    """The prefixes in a wrapper's files that replace ``model.`` and ``lm_head.`` of a plain
-    language model.
+    """The prefixes of tensor names in a multimodal checkpoint, in place of ``model.`` and
+    ``lm_head.`` of a plain language model.
     """
 
     tower: str
     head: str
 
     def to_wrapped_name(self, name: str) -> str:
-        """Convert a tensor name of a plain language model to the name in the wrapper's files."""
+        """The name in a multimodal checkpoint of the tensor that a plain language model calls
+        ``name``.
+        """
         for old, new in (("model.", self.tower), ("lm_head.", self.head)):
             if name.startswith(old):
                 return new + name.removeprefix(old)
@@ -65,8 +67,8 @@ _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains
 
 
 def find_text_type(config: Mapping[str, Any]) -> str | None:
-    """The model type of the language model inside a wrapper, or None if ``config`` is a plain
-    model.
+    """The model type of the language model inside a multimodal config, or None if ``config`` is
+    that of a plain language model.
     """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
@@ -75,8 +77,8 @@ def find_text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def read_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The language model's config in a wrapper with tensors ``names``; missing sizes are the
-    defaults of its class.
+    """The config of the language model in a multimodal checkpoint whose tensors are ``names``.
+    Missing sizes get the defaults of its class.
     """
     model_type = find_text_type(config)
     return {
@@ -91,7 +93,9 @@ def read_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[
 
 
 def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
-    """The prefixes in files with tensors ``names``; by default those that transformers 5 writes."""
+    """The prefixes that the tensor names of a multimodal checkpoint use; without a match, those
+    that transformers 5 writes.
+    """
     for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, PLAIN_NAMES):
         if f"{spelling.tower}embed_tokens.weight" in names:
             return spelling
@@ -100,14 +104,16 @@ def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
 
 @cache
 def list_supported_model_types() -> tuple[str, ...]:
-    """The model types with a family file, sorted, without those that occur only inside wrappers."""
+    """The model types that have a family file, sorted, without those that occur only inside
+    multimodal models.
+    """
     names = {path.stem for path in _FOLDER.glob("*.json")}
     return tuple(sorted(names - {"wrappers", *INNER}))
 
 
 @cache
 def load_family(name: str) -> Family:
-    """Load the family ``name``, one of ``supported()`` or ``INNER``.
+    """The family whose file is called ``name``, a model type.
 
     Raises ``ValueError`` with file, place and key if the file does not match the schema.
     """
@@ -116,7 +122,7 @@ def load_family(name: str) -> Family:
 
 
 def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
-    """The names in ``architectures`` of a decoded config.json. Raises InputError unless they are a
+    """The class names under ``architectures`` in a config.json. Raises InputError unless they are a
     list of strings.
     """
     stated: list[str] | None = config.get("architectures")
@@ -127,8 +133,8 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family for the ``model_type`` of a decoded config.json; for a wrapper, the family of its
-    language model.
+    """The family of the model that a config.json describes; for a multimodal model, the family of
+    its language model.
 
     Raises ``InputError`` if the model is not supported.
     """
@@ -160,7 +166,9 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def _explain_unsupported(config: Mapping[str, Any]) -> str:
-    """The reason why the model type of ``config`` is not supported, and the way out."""
+    """Why the model type of ``config`` is not supported and what to do, as a phrase that follows
+    "is".
+    """
     if str(config.get("model_type")).startswith("kvfold_"):
         return (
             "output of kvfold in layout kvfold, which cannot be converted again; convert its source"

@@ -23,7 +23,8 @@ Read = Callable[[str], Tensor]
 
 
 def make_layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
-    """The rotary embedding of ``layer``, empty if it does not rotate. ``context`` is as in
+    """The rotary embedding of ``layer``; it has no frequencies if the layer does not rotate.
+    ``context`` selects the frequencies for short or long texts, as in
     ``Model.compute_frequencies``.
     """
     theta, amplitude = model.compute_frequencies(layer, context)
@@ -31,14 +32,15 @@ def make_layer_rotary(model: Model, layer: int, context: ContextRange | None = N
 
 
 def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWeights:
-    """The attention weights of ``layer`` in their stored dtype. ``read`` returns a tensor of the
-    checkpoint by name.
+    """The attention weights of ``layer`` in canonical form and in their stored dtype. ``read``
+    returns a tensor of the checkpoint by name.
     """
     size = model.geometry
     attention = model.family.attention
     module = attention.format_module_name(layer)
 
     def load_transposed(name: str) -> Tensor:
+        """The attention module's tensor ``name``, ``[outputs, inputs]`` if it is a weight."""
         return _transpose_conv1d(attention, read(f"{module}.{name}"))
 
     output = load_transposed(f"{attention.o}.weight")
@@ -72,8 +74,8 @@ def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWei
 def make_stored_tensors(
     model: Model, layer: int, weights: AttentionWeights, roles: Collection[Role] = ROLES
 ) -> dict[str, Tensor]:
-    """The stored tensors for ``roles`` of ``layer``, by name; each is contiguous and keeps its
-    dtype in ``weights``.
+    """The tensors, by name, in which the model's class stores ``weights`` of ``layer``; only those
+    that contain one of ``roles``. Each is contiguous and keeps its dtype.
 
     The numbers of heads come from ``weights``, so ``model`` may be the source. A fused tensor is
     written whole if any of its roles is in ``roles``. Raises ``ValueError`` if the family cannot
@@ -107,7 +109,9 @@ def make_stored_tensors(
 
 
 def _split_fused_heads(attention: AttentionSchema, fused: Tensor, kv_heads: int) -> list[Tensor]:
-    """The heads of queries, keys and values in ``fused [H + 2 G, ...]``."""
+    """The heads of queries ``[H, ...]``, keys ``[G, ...]`` and values ``[G, ...]`` in a fused
+    tensor ``[H + 2 G, ...]``.
+    """
     if attention.layout == "per_group":
         # Each group lies together (GPT-NeoX, Falcon): its queries, then its key, then its value.
         groups = torch.unflatten(fused, 0, (kv_heads, -1))
@@ -118,7 +122,9 @@ def _split_fused_heads(attention: AttentionSchema, fused: Tensor, kv_heads: int)
 def _join_projection_heads(
     attention: AttentionSchema, kind: str, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Tensor]:
-    """The stored tensors for the heads of queries, keys and values, by name in the module."""
+    """The stored tensors that contain the heads of queries, keys and values, by their names in the
+    attention module; fused if the class fuses them.
+    """
     if attention.qkv is None:
         rows = {attention.q: q, attention.k: k, attention.v: v}
         return {f"{name}.{kind}": heads.flatten(0, 1) for name, heads in rows.items()}
@@ -131,15 +137,22 @@ def _join_projection_heads(
 
 def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
     # The Conv1D of GPT-2 stores [inputs, outputs].
+    """``tensor`` transposed if it is a matrix of a class that stores ``[inputs, outputs]``,
+    otherwise unchanged.
+    """
     return tensor.T if attention.transposed and tensor.dim() == 2 else tensor
 
 
 def _read_head_norm(
     norm: QueryKeyNorm, role: Role, eps: float, shape: tuple[int, int], load: Read
 ) -> HeadNorm:
+    """The norm on the queries (``role`` q) or keys (k), with its weight repeated for every head.
+    ``shape`` is (heads, head dim).
+    """
     heads, dim = shape
 
     def read_norm_rows(kind: str) -> Tensor:
+        """The norm's stored ``weight`` or ``bias``, repeated to ``[heads, head dim]``."""
         stored = [load(f"{name}.{kind}").flatten() for name in norm.list_module_names(role, heads)]
         different = torch.cat(stored).view(-1, dim)
         return different.repeat(heads // len(different), 1)
@@ -157,6 +170,9 @@ def _read_head_norm(
 
 
 def _make_norm_tensors(norm: QueryKeyNorm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
+    """The tensors, by their names in the attention module, in which the class stores a query norm
+    (``role`` q) or key norm (k).
+    """
     tensors = {}
     for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
         if rows is None:
@@ -175,8 +191,8 @@ def _make_norm_tensors(norm: QueryKeyNorm, role: Role, head_norm: HeadNorm) -> d
 def _reorder_rotary_dims(
     model: Model, weights: AttentionWeights, pairs: tuple[int, int]
 ) -> AttentionWeights:
-    """Switch the rotary dims of q and k to the other order; a no-op if the family stores them
-    half-split.
+    """The weights with the rotary dims of queries and keys in the other order (interleaved or
+    half-split); unchanged if the family stores them half-split.
 
     ``pairs`` is the shape of the current dims: ``(-1, 2)`` if they are interleaved, ``(2, -1)`` if
     they are half-split.

@@ -41,7 +41,7 @@ from kvfold.convert.families.values import ConfigValues, evaluate_expression, is
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model: layers, query heads H, key/value heads G, head dim D, width E, and
+    """The sizes of a model: layers, query heads H, key/value heads G, head dim D, model dim E, and
     rotary dims per head.
     """
 
@@ -58,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The attention of one layer.
+    """The values of one layer's attention that its tensors do not contain.
 
     ``scale`` multiplies q . k. ``window`` is the number of keys that a query can attend to,
     including its own; None means all. ``softcap`` c turns scores s into ``c tanh(s / c)``. ``clip``
@@ -85,6 +85,7 @@ _MOST_LISTED = 4096
 
 
 def _check_count_limit(what: str, count: int) -> int:
+    """``count``, if it is small enough to list that many tensors. Raises InputError otherwise."""
     if count > _MOST_LISTED:
         raise InputError(
             f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that config.json"
@@ -94,8 +95,8 @@ def _check_count_limit(what: str, count: int) -> int:
 
 
 def _read_model_sizes(values: ConfigValues) -> ModelSizes:
-    """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query
-    heads.
+    """The sizes of the model that the config states. Raises InputError unless the number of query
+    heads is a multiple of the key/value heads.
     """
     sizes = values.family.sizes
     heads = evaluate_expression(sizes.heads, values)
@@ -118,7 +119,7 @@ def _read_model_sizes(values: ConfigValues) -> ModelSizes:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a checkpoint. ``layer`` is None for a tensor outside the layers.
+    """The name, roles, layer and shape of a tensor that a checkpoint must contain.
 
     In the attention, ``roles`` lists the projections (q, k, v, o) whose weight, bias or norm the
     tensor contains: a fused projection has three roles, and sinks belong to the queries. Any other
@@ -132,7 +133,8 @@ class StoredTensor:
 
 
 class Model:
-    """A decoded config.json, interpreted by the rules of its family.
+    """A config.json interpreted by the rules of its family: sizes, layers, and the tensors that a
+    checkpoint must contain.
 
     For a multimodal wrapper, this is its language model: ``config`` is the inner config, and all
     tensor names of the language model except its head begin with ``tower``, which is None for plain
@@ -145,6 +147,7 @@ class Model:
     """
 
     def __init__(self, family: Family, config: Mapping[str, Any], tower: str | None = None) -> None:
+        """Read the sizes, biases and norms from ``config``."""
         self.family = family
         self.config = config
         self.tower = tower
@@ -162,12 +165,12 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer. Raises ``InputError`` if a scale is not above 0."""
+        """The attention of each layer. Raises InputError if an attention scale is not above 0."""
         return tuple(self._read_attention_layer(index) for index in range(self.geometry.layers))
 
     @cached_property
     def block(self) -> BlockSchema:
-        """The norms and MLP around the attention."""
+        """The norms and the MLP around the attention, with all expressions evaluated."""
         block = self.family.block
         values = {
             item.name: evaluate_expression(getattr(block, item.name), self.values)
@@ -178,7 +181,7 @@ class Model:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors in a checkpoint with this config, by their names in the files."""
+        """All tensors that a checkpoint with this config must contain, by name."""
         layers = [self._scope_values_to_layer(index) for index in range(self.geometry.layers)]
         tensors: dict[str, StoredTensor] = {}
         for role, spec in self.family.tensors.items():
@@ -201,7 +204,8 @@ class Model:
 
     @cached_property
     def names_by_role(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
-        """The tensor names by (role, layer); the layer is None for tensors outside the layers.
+        """The names of stored tensors by (role, layer); the layer is None for tensors outside the
+        layers.
 
         Outside the attention, a role has one name, or one name per expert; a role that this config
         does not use is absent. The roles q, k, v and o have the names of weights, biases and norms.
@@ -215,21 +219,26 @@ class Model:
     def list_attention_tensors(
         self, layer: int, roles: Collection[Role] = ROLES
     ) -> tuple[str, ...]:
-        """The names of the stored tensors for ``roles`` of ``layer``, without duplicates."""
+        """The names of the stored tensors that contain any of ``roles`` of the attention in
+        ``layer``, without duplicates.
+        """
         names = [
             name for role in ROLES if role in roles for name in self.names_by_role[role, layer]
         ]
         return tuple(dict.fromkeys(names))
 
     def compute_frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
-        """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as
-        ``rotary.compute_frequencies`` does.
+        """The rotary frequencies of ``layer`` in radians per position, and the factor for queries
+        and keys; no frequencies if the layer does not rotate. Raises InputError for invalid rotary
+        parameters.
         """
         how = self.layers[layer]
         return compute_frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
     def with_stored_names(self, names: Collection[str]) -> "Model":
-        """The model with tensor names as in ``names``; some files omit the family's prefix."""
+        """The same model, with tensor names as in the files: without the family's prefix if
+        ``names``, the names in the files, have none.
+        """
         prefix = self.family.prefix
         if not names or any(name.startswith(prefix) for name in names):
             return self
@@ -237,8 +246,8 @@ class Model:
         return Model(family, self.config, self.tower)
 
     def check_config_values(self) -> None:
-        """Raise ``InputError`` if any value in the config has the wrong type, even if this model
-        does not use it.
+        """Raise InputError if any value in the config has the wrong type, even if this model does
+        not use it.
         """
         for name in self.family.config:
             if self.values.find_config_key(name)[1] not in (None, ABSENT):
@@ -248,8 +257,8 @@ class Model:
         _ = self.layers
 
     def list_tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
-        """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name),
-        one line each.
+        """One line for each tensor that is missing from ``stored``, has the wrong shape, or is
+        unknown. ``stored`` contains objects with a shape, by tensor name.
         """
         problems = []
         for name, tensor in self.tensors.items():
@@ -276,8 +285,8 @@ class Model:
         return problems
 
     def _scope_values_to_layer(self, index: int) -> ConfigValues:
-        """The values plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for
-        layer ``index``.
+        """The config's values for expressions about layer ``index``: with ``layer``, ``layer_type``
+        and ``sparse`` (experts instead of one MLP) added.
         """
         names: dict[str, Any] = {"layer": index}
         values = replace(self.values, names=names)
@@ -292,6 +301,7 @@ class Model:
         return values
 
     def _read_attention_layer(self, index: int) -> AttentionLayer:
+        """The attention of layer ``index``. Raises InputError if its scale is not above 0."""
         values = self._scope_values_to_layer(index)
         rotary = self.family.rotary
         attention = self.family.attention
@@ -318,8 +328,8 @@ class Model:
         )
 
     def _list_attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:
-        """Yield name in the module, roles and shape of a layer's attention tensors: weights and
-        biases of projections, sinks, query and key norms.
+        """Yield the name within the module, the roles and the shape of each tensor in a layer's
+        attention: weights, biases, sinks and norms.
         """
         attention = self.family.attention
         size = self.geometry
@@ -353,8 +363,8 @@ class Model:
 
 
 def make_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
-    """The model for a decoded config.json; for a wrapper, its language model. ``names`` are the
-    tensors in the files.
+    """The model that a config.json describes; for a multimodal one, its language model. ``names``
+    are the tensor names in the files.
 
     ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises
     ``InputError`` if the family is not supported.

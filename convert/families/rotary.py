@@ -26,8 +26,9 @@ Frequencies = tuple[list[float], float]  # of each pair in radians per position,
 
 
 def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type``
-    and ``rope_theta``.
+    """The rope parameters of a layer type under the keys of transformers 5, with ``rope_type`` and
+    ``rope_theta``. A rope type that the model's class treats as another is replaced. Raises
+    InputError for parameters of the wrong type.
 
     If the family's class treats a rope type as another, the other one is returned. Raises
     ``InputError`` for parameters or a base of the wrong type.
@@ -64,6 +65,9 @@ def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) ->
 
 
 def _read_config_object(table: Table, key: str) -> Table:
+    """The JSON object at ``key``, empty if it is missing or null. Raises InputError for anything
+    else.
+    """
     value = table.get(key) or {}
     if not isinstance(value, Mapping):
         raise InputError(f"config.json: {key} must be an object or null, not {value!r}")
@@ -71,8 +75,8 @@ def _read_config_object(table: Table, key: str) -> Table:
 
 
 def make_older_rope_keys(config: Table) -> dict[str, Any]:
-    """The keys to add to ``config`` for readers that do not support the ``rope_parameters`` of
-    transformers 5.
+    """The keys that earlier versions of transformers read (``rope_theta``, ``rope_scaling``), to be
+    added to a config that has only ``rope_parameters``.
 
     Empty if the config has the older spelling, or a table for each layer type. The keys do not
     affect transformers 5.
@@ -92,7 +96,9 @@ def make_older_rope_keys(config: Table) -> dict[str, Any]:
 
 
 def read_positive_number(table: Table, key: str) -> float:
-    """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
+    """The value at ``key`` of a table of rope parameters, as a float. Raises InputError unless it
+    is a number above 0.
+    """
     value: Any = table.get(key)
     if not is_finite_number(value) or value <= 0:
         raise InputError(
@@ -102,8 +108,8 @@ def read_positive_number(table: Table, key: str) -> float:
 
 
 def count_rotary_dims(values: ConfigValues) -> int:
-    """The number of rotary dims per head, the same in every layer that rotates; 0 without rotary
-    embedding.
+    """The number of rotary dims per head, which is the same in every layer that rotates; 0 without
+    rotary embedding.
     """
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
@@ -128,7 +134,7 @@ def count_rotary_dims(values: ConfigValues) -> int:
 def compute_frequencies(
     values: ConfigValues, layer_type: str | None, context: ContextRange | None = None
 ) -> Frequencies:
-    """The rotary frequencies of a layer type, in radians per position, and the factor that scales
+    """The rotary frequencies of a layer type in radians per position, and the factor that scales
     queries and keys.
 
     longrope has different frequencies for short and for long texts; unless both sets are equal,
@@ -163,8 +169,8 @@ def compute_frequencies(
 
 
 def _scale_frequencies_llama3(table: Table, theta: list[float]) -> list[float]:
-    """Keep high frequencies, divide low ones by ``factor``, and blend those in between by their
-    number of turns.
+    """The frequencies ``theta`` of Llama 3's rope type: high ones unchanged, low ones divided by
+    ``factor``, and a blend in between.
     """
     factor, low, high = (
         read_positive_number(table, key)
@@ -180,8 +186,8 @@ def _scale_frequencies_llama3(table: Table, theta: list[float]) -> list[float]:
 
 
 def _scale_frequencies_yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
-    """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly
-    in between.
+    """The frequencies ``theta`` of YaRN: pairs that turn often unchanged, those that turn rarely
+    divided by ``factor``, and a linear blend in between.
     """
     pairs = len(theta)
     base = read_positive_number(table, "rope_theta")
@@ -217,8 +223,8 @@ def _scale_frequencies_yarn(table: Table, theta: list[float], positions: int) ->
 def _scale_frequencies_longrope(
     table: Table, theta: list[float], positions: int, context: ContextRange | None
 ) -> Frequencies:
-    """Divide each frequency by its factor in the config; short and long texts may have different
-    factors.
+    """The frequencies ``theta`` of LongRoPE, each divided by its own factor from the config, for
+    short or for long texts, and the factor for queries and keys.
     """
     divisors = {}
     for name in ("short", "long"):
@@ -245,7 +251,7 @@ def _scale_frequencies_longrope(
 
 
 def _compute_context_growth(table: Table, positions: int) -> tuple[float, float]:
-    """The ratio of the extended to the original context length, and the original length."""
+    """The extended context length divided by the original one, and the original one in tokens."""
     original = read_positive_number(table, "original_max_position_embeddings")
     if table.get("factor") is None:
         return positions / original, original

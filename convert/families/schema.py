@@ -84,8 +84,8 @@ BlockRole = Literal[
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key in config.json with a value of ``type``; it is required unless it has ``default`` or
-    ``otherwise``.
+    """A key in config.json whose value has this ``type``; the key is required unless it has
+    ``default`` or ``otherwise``.
     """
 
     type: str
@@ -98,7 +98,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class SizeExpressions:
-    """Expressions for the fields of ``ModelSizes``.
+    """Expressions for the sizes of a model (`ModelSizes`), over the keys of its config.
 
     ``kv_heads`` is the config key that a conversion changes. It is None if the stock class has a
     fixed number of key/value heads, which a conversion cannot change: ``own_kv_heads``, or by
@@ -118,8 +118,8 @@ class SizeExpressions:
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """The norms on queries and keys. ``extent`` is the part of the heads that one stored tensor
-    covers:
+    """How a family stores the norms on queries and keys. ``extent`` is the part of the heads that
+    one stored tensor covers:
 
     ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized
     over all heads at once; ``per_head`` one [D] tensor per head, with ``{head}`` in its name.
@@ -137,8 +137,8 @@ class QueryKeyNorm:
     after_rotary: bool = False
 
     def list_module_names(self, role: Role, heads: int) -> list[str]:
-        """The module names of the query norm (``role`` q) or the key norm (k), relative to the
-        attention module.
+        """The names of the modules of the query norm (``role`` q) or key norm (k) within the
+        attention module; one per head if each head has its own.
         """
         name = self.q if role == "q" else self.k
         if self.extent != "per_head":
@@ -148,7 +148,8 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True)
 class AttentionSchema:
-    """The attention of a layer. Names are relative to ``module``, which contains ``{layer}``.
+    """How a family computes a layer's attention and stores its tensors; names are relative to
+    ``module``, which contains ``{layer}``.
 
     ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or
     interleaved in one by group (the queries that share a key, the key, its value). ``transposed``:
@@ -188,8 +189,8 @@ class AttentionSchema:
 
 @dataclass(frozen=True)
 class LayerTypeRope:
-    """The rotary embedding of a layer type: base, the base's older config key, and if
-    ``rope_scaling`` applies.
+    """The rotary embedding of one layer type: its base, the config key that older files use for the
+    base, and whether ``rope_scaling`` applies.
     """
 
     theta: float
@@ -199,8 +200,8 @@ class LayerTypeRope:
 
 @dataclass(frozen=True)
 class RopeSchema:
-    """The rotary embedding. ``theta`` and ``fraction`` are class defaults; if ``fraction`` is null,
-    whole heads rotate.
+    """How a family computes its rotary embedding. ``theta`` and ``fraction`` are class defaults; if
+    ``fraction`` is null, whole heads rotate.
 
     ``dims``: the number of rotary dims per head, if the config contains it. ``rotates`` is
     evaluated per layer; a constant false means that the model has no rotary embedding. ``keys``:
@@ -227,7 +228,8 @@ class RopeSchema:
 
 @dataclass(frozen=True)
 class BlockSchema:
-    """The parts of a decoder layer and of the model around the attention.
+    """How a family computes and stores the parts of the model around the attention: norms, MLP or
+    experts, embedding and head.
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x));
     ``sandwich`` pre and post; ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a
@@ -260,8 +262,8 @@ class BlockSchema:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor outside the attention. ``name`` may contain ``{layer}`` and ``{expert}``; ``each``
-    counts experts.
+    """A tensor outside the attention: its name, its shape, and when it exists. ``name`` may contain
+    ``{layer}`` and ``{expert}``; ``each`` counts experts.
     """
 
     name: str
@@ -272,7 +274,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class IgnoredTensor:
-    """A tensor that some published files contain but the class ignores."""
+    """A tensor that some published files contain although the model's class ignores it."""
 
     name: str
     when: Expression = True
@@ -280,7 +282,7 @@ class IgnoredTensor:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type, as described by its family file.
+    """One model type, as its family file describes it.
 
     ``also``: other spellings of ``architecture`` in published files. ``stem``: the first part of
     the class names of the stock config and base model, if it differs from ``architecture``
@@ -305,8 +307,8 @@ class Family:
 
     @property
     def stock_classes(self) -> tuple[str, dict[str, str]]:
-        """The name of the stock attention class, and the stock config and model names by their Auto
-        classes.
+        """The name of the attention class in transformers, and the names of the config and model
+        classes by Auto class.
         """
         # transformers derives the names of all classes of a model type from one stem:
         # GPT2LMHeadModel, GPT2Attention.
@@ -319,7 +321,7 @@ class Family:
         }
 
     def rename_tensors(self, rename: Callable[[str], str]) -> "Family":
-        """The same family with all tensor names changed by ``rename``."""
+        """The same family with every tensor name replaced by ``rename(name)``."""
         return replace(
             self,
             attention=replace(self.attention, module=rename(self.attention.module)),
@@ -331,8 +333,8 @@ class Family:
 
 
 def read_family_table(path: Path) -> dict[str, Any]:
-    """Decode the family file at ``path`` and merge it with the file that it extends, which is in
-    the same folder.
+    """The contents of the family file at ``path``, merged with the file in the same folder that it
+    extends.
     """
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
@@ -349,8 +351,8 @@ def read_family_table(path: Path) -> dict[str, Any]:
 
 
 def build_family(table: Any, where: str) -> Family:
-    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where``, with
-    the place and the key, if a key is missing or unknown.
+    """The family that a merged family file describes. Raises ValueError with the file, the section
+    and the key if a key is missing or unknown.
     """
     family: Family = _build_section(Family, table, where)
     return family
@@ -359,6 +361,9 @@ def build_family(table: Any, where: str) -> Family:
 def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
     # The dataclass is the schema: its fields are the known keys, those without a default are
     # required.
+    """An instance of the dataclass ``cls`` from a JSON object; ``where`` names the file and section
+    in errors.
+    """
     hints = {item.name: item.type for item in fields(cls)}
     values = {
         key: _convert_field(hints.get(key), value, f"{where}: {key}")
@@ -371,8 +376,8 @@ def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
 
 
 def _convert_field(hint: Any, value: Any, where: str) -> Any:
-    """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``,
-    ``Mapping[str, Key]``).
+    """``value`` as the field type ``hint`` requires; JSON objects become dataclasses, such as those
+    of ``Norm | None`` or ``Mapping[str, Key]``.
     """
     section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
     if section is None or value is None:

@@ -35,7 +35,7 @@ _ALLOWED = (
 
 
 def evaluate_expression(expression: Any, scope: "ConfigValues | Mapping[str, Any]") -> Any:
-    """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned
+    """The value of ``expression`` with the names in ``scope``; anything but a string is returned
     unchanged.
 
     Raises ``InputError`` if the values of a config do not allow it (a division by zero, arithmetic
@@ -57,6 +57,9 @@ def evaluate_expression(expression: Any, scope: "ConfigValues | Mapping[str, Any
 
 @cache  # unbounded: family files hold a few hundred
 def _compile_expression(text: str) -> CodeType:
+    """The code object of an expression. Raises ValueError for syntax that family files may not
+    contain, such as calls.
+    """
     tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
@@ -67,7 +70,7 @@ def _compile_expression(text: str) -> CodeType:
 
 
 def is_finite_number(value: Any) -> bool:
-    """True if ``value`` is a finite number and not a bool."""
+    """True if ``value`` is a finite int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -93,8 +96,8 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, an
 
 @dataclass(frozen=True, eq=False)
 class ConfigValues:
-    """A config's values by their names in the family file, with defaults filled in, plus ``names``
-    such as ``layer``.
+    """The values of a config by their names in the family file, with defaults filled in, and
+    further ``names`` such as ``layer``.
 
     A value is read and checked on first use, so an invalid key is an error only for callers that
     need it.
@@ -107,8 +110,8 @@ class ConfigValues:
     _read: dict[str, Any] = field(default_factory=dict)
 
     def find_config_key(self, name: str) -> tuple[str, Any]:
-        """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config
-        has no such key.
+        """The key and value in the config for ``name``, which may be an alias; the value is ABSENT
+        if the config has no such key.
         """
         for key in (name, *self.family.config[name].aliases):
             outer, _, inner = key.partition(".")  # of a key in a table of the config
@@ -130,6 +133,9 @@ class ConfigValues:
         return self._read[name]
 
     def _read_config_value(self, name: str) -> Any:
+        """The value of ``name`` with its type checked, or its default. Raises InputError if it is
+        required and missing, or has the wrong type.
+        """
         key = self.family.config[name]
         spelling, value = self.find_config_key(name)
         rule, fits = TYPES[key.type]

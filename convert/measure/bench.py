@@ -50,7 +50,7 @@ _MOST_CALLS = 50
 
 @dataclass(frozen=True)
 class BenchmarkedModel:
-    """A model to be timed in one form.
+    """A model to be timed, as transformers loads it (stock) or with MLA's projections absorbed.
 
     name: the checkpoint, or the attention kind of a shape, and for MLA the form.
     form: ``stock``, as transformers loads it, or ``absorbed``.
@@ -66,7 +66,8 @@ class BenchmarkedModel:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The result of `bench_checkpoints`.
+    """The result of `bench_checkpoints`: what was timed, on which hardware, and a row of figures
+    for each combination.
 
     versions: of the installed packages.
     dtype: the dtype of weights and computation.
@@ -129,8 +130,8 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
 
 
 def list_benchmarked_models(request: BenchRequest) -> list[BenchmarkedModel]:
-    """The request's checkpoints, then its shape with each kind of attention; MLA models both stock
-    and absorbed.
+    """The models that the request times: its checkpoints, then its shape with each kind of
+    attention; MLA models both stock and absorbed.
 
     Raises InputError for a checkpoint that cannot be opened or built, or an unknown shape.
     """
@@ -154,7 +155,9 @@ def list_benchmarked_models(request: BenchRequest) -> list[BenchmarkedModel]:
 
 
 def _make_shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any]]:
-    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in ``shape``, by label."""
+    """The configs of a model of size ``shape`` with MHA, GQA-8 and MLA 512 + 64 (smaller for
+    ``tiny``), keyed by the name of the attention kind.
+    """
     if shape not in _SHAPES:
         raise option_error("shape", shape, f"must be one of {', '.join(_SHAPES)}")
     common = {**_SHAPES[shape], "tie_word_embeddings": False}
@@ -189,7 +192,9 @@ def _make_shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str
 def _time_model(
     subject: BenchmarkedModel, request: BenchRequest, device: torch.device, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each context and batch, smallest first; the model is in memory meanwhile."""
+    """Yield a row of figures for each context length and batch size, smallest first, with the model
+    in memory.
+    """
     # So that the memory of the model before this one does not count.
     gc.collect()
     if device.type == "cuda":
@@ -221,8 +226,8 @@ def _time_model(
 def load_benchmarked_model(
     subject: BenchmarkedModel, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Load the subject's checkpoint, or build its config with random weights; absorb the model if
-    its form says so.
+    """The model in memory: its checkpoint, or its config with random weights; with MLA's
+    projections absorbed if ``form`` is ``absorbed``.
     """
     if subject.folder is None:
         with torch.device(device):
@@ -237,7 +242,7 @@ def load_benchmarked_model(
 
 
 def _make_one_token_cache(model: Any) -> DynamicCache:
-    """The cache after one token, which shows the shapes that the model caches."""
+    """A cache that contains one token, from which the shapes of the model's cache can be read."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(token, past_key_values=cache, use_cache=True)
@@ -245,14 +250,16 @@ def _make_one_token_cache(model: Any) -> DynamicCache:
 
 
 def _count_cache_bytes(cache: Any) -> int:
+    """The bytes of all keys and values in ``cache``."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _time_context_and_batch(
     model: Any, request: BenchRequest, context: int, batch: int
 ) -> dict[str, Any]:
-    """The figures of a context and a batch. The prefill is of as much of the context as
-    ``prefill_tokens`` allows, then of as many sequences.
+    """The speed of prefill and decoding and the memory, for ``batch`` sequences of ``context``
+    tokens. The prefill is shortened, and has fewer sequences, so that it has at most
+    ``prefill_tokens`` tokens.
     """
     device = model.device
     reset_peak_memory(device)
@@ -305,13 +312,14 @@ def time_calls(call: Callable[[], Any], device: torch.device, seconds: float) ->
 
 
 def _synchronize_device(device: torch.device) -> None:
+    """Wait until ``device`` has finished its work, if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset ``read_peak_memory``; without permission, it remains the peak since the process
-    started.
+    """Start a new measurement of peak memory. Where the system does not allow that,
+    `read_peak_memory` returns the peak since the process started.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -331,7 +339,7 @@ def read_peak_memory(device: torch.device) -> int | None:
 
 
 def read_processor_name(device: torch.device) -> str:
-    """The name of the GPU or CPU; "CPU" where the system does not tell it."""
+    """The product name of the GPU or CPU; "CPU" where the system does not report it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     # platform has no name of the CPU on Linux.

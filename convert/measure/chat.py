@@ -28,7 +28,7 @@ _SEPARATOR = " | "
 
 @dataclass
 class ChatModel:
-    """A loaded model in a conversation.
+    """A loaded model with its tokenizer and its conversation so far.
 
     model, tokenizer: transformers' own.
     messages: its side of the conversation so far, which a chat template reads.
@@ -39,8 +39,8 @@ class ChatModel:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer_prompt(self, prompt: str, max_new_tokens: int) -> str:
-        """The greedy answer, which joins the conversation; a model without a chat template
-        continues the prompt.
+        """The greedy answer to ``prompt`` as text, which is added to the conversation. A model
+        without a chat template continues the prompt.
         """
         self.messages.append({"role": "user", "content": prompt})
         if self.tokenizer.chat_template is None:
@@ -57,8 +57,8 @@ class ChatModel:
 
 @torch.no_grad()
 def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
-    """The tokens of the model's greedy reply to ``prompt [T]``, to its end token or
-    ``max_new_tokens``.
+    """The token ids ``[n]`` of the model's greedy reply to ``prompt [T]``, which ends at an end
+    token or after ``max_new_tokens``.
     """
     ends = model.generation_config.eos_token_id
     # Not the model's own settings, which may sample or penalize repetition.
@@ -76,7 +76,7 @@ def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: i
 
 
 def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
-    """The model ``name`` on the request's device and in its dtype."""
+    """The whole model ``name``, a folder or hub id, on the request's device and in its dtype."""
     device = choose_device(request.device)
     with closing(open_checkpoint(name)) as checkpoint:
         dtype = choose_compute_dtype(checkpoint, device, request.dtype)
@@ -84,7 +84,9 @@ def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
 
 
 def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
-    """Load the model ``name``; an MLA model of a stock class decodes over its latent cache."""
+    """The model ``name`` with its tokenizer, ready to chat; an MLA model of a stock class caches
+    only its latent.
+    """
     with closing(open_checkpoint(name)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
     model = load_whole_model(name, request)
@@ -95,8 +97,8 @@ def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
 
 
 def format_columns(texts: Sequence[str], width: int) -> str:
-    """``texts`` in columns of equal width that fill ``width`` characters together; a single text is
-    only wrapped.
+    """``texts`` side by side in columns of equal width, at most ``width`` characters in total; a
+    single text is only wrapped.
     """
     column_width = max(16, width // len(texts) - len(_SEPARATOR))
     columns = []
@@ -111,7 +113,7 @@ def format_columns(texts: Sequence[str], width: int) -> str:
 
 
 def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
-    """Answer every line of ``prompts`` on stdout, until the end or Ctrl-C."""
+    """Print the model's answer to every line of ``prompts``, until its end or Ctrl-C."""
     hide_progress_bars(False)
     names = [request.model, *filter(None, [request.against])]
     speakers = [load_chat_model(name, request) for name in names]

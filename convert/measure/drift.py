@@ -78,8 +78,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
 
 
 def open_layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    """Open a checkpoint as a stream of layers. Raises InputError if its tensors do not match its
-    config.
+    """A stream that loads the layers of ``checkpoint`` one at a time. Raises InputError if its
+    tensors do not match its config.
     """
     computed = choose_compute_dtype(checkpoint, device, dtype)
     try:

@@ -64,7 +64,8 @@ Scores = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `eval_checkpoints`.
+    """The result of `eval_checkpoints`: a row for each task and metric, which compares the source
+    with the converted model (student).
 
     model, out: the compared checkpoints.
     text: the name of the text for losses and retrieval.
@@ -86,7 +87,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What both models read.
+    """The token sequences on which both models are evaluated.
 
     text: the name of the text.
     windows: the text for losses, ``[N, T]``.
@@ -103,7 +104,7 @@ class EvaluationInputs:
 
 @dataclass(frozen=True)
 class ModelResults:
-    """What one model gave.
+    """The scores, replies and probabilities of one evaluated model.
 
     scores: one value for each document.
     replies: the tokens of each reply.
@@ -158,7 +159,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
 def draw_evaluation_inputs(
     request: EvalRequest, source: Checkpoint, tokenizer: Any
 ) -> EvaluationInputs:
-    """The texts, questions and prompts of an evaluation, drawn from the request's seed.
+    """The windows, questions and prompts of an evaluation, drawn at random with a fixed seed.
 
     Raises InputError if a length exceeds the model's context, or if the text is empty.
     """
@@ -196,8 +197,9 @@ def draw_evaluation_inputs(
 def draw_needle_questions(
     tokenizer: Any, filler: Tensor, length: int, count: int, seed: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """``count`` questions of ``length`` tokens, as in `EvaluationInputs`, whose needles lie at
-    depths spread evenly over the text, which is a piece of ``filler [n]``.
+    """``count`` texts of ``length`` tokens, each with a hidden sentence (the needle) and a question
+    for it at the end, as in `EvaluationInputs`. The texts are cut from ``filler [n]``, and the
+    needles lie at depths spread evenly over the text.
 
     Raises InputError if the tokenizer splits common words.
     """
@@ -232,7 +234,9 @@ def draw_needle_questions(
 
 
 def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
-    """The tokens ``[T]`` of ``count`` open questions, in the chat template if there is one."""
+    """The token ids ``[T]`` of ``count`` open questions, in the tokenizer's chat template if it has
+    one.
+    """
     prompts = list(_TEXTS["prompts"])
     Random(seed).shuffle(prompts)
     tokens = []
@@ -255,7 +259,7 @@ def evaluate_model(
     documents: EvaluationInputs,
     stages: ProgressStages,
 ) -> ModelResults:
-    """All results of one model, which is loaded for this alone."""
+    """The results of the model in ``folder`` on all inputs; it is in memory only during this call."""
     model = load_whole_model(folder, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}
@@ -277,7 +281,9 @@ def evaluate_model(
 
 @torch.no_grad()
 def answer_questions(model: Any, questions: Iterable[tuple[Tensor, list[int]]]) -> Tensor:
-    """1 for each question that the model answers correctly, else 0, ``[n]``."""
+    """A tensor ``[n]`` with 1 for each question that the model answers correctly, and 0 for each
+    other.
+    """
     correct = []
     for tokens, answers in questions:
         logits = model(input_ids=tokens[None].to(model.device), logits_to_keep=1).logits[0, -1]
@@ -287,8 +293,8 @@ def answer_questions(model: Any, questions: Iterable[tuple[Tensor, list[int]]]) 
 
 @torch.no_grad()
 def compute_next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
-    """Next-token probabilities at evenly spaced positions of ``windows [N, T]``, ``[N, positions,
-    V]`` in float16.
+    """The probabilities of the next token, ``[N, positions, V]`` in float16, at evenly spaced
+    positions of ``windows [N, T]``.
     """
     positions = torch.linspace(0, windows.shape[1] - 1, _DRAFT_POSITIONS).long()
     rows = []
@@ -299,8 +305,8 @@ def compute_next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
 
 
 def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
-    """The scores of the documents of the request's harness tasks; log-likelihoods of texts become
-    losses per word or byte. Raises InputError for an unknown task.
+    """The score of each document in the request's tasks of lm-evaluation-harness. Log-likelihoods
+    of texts become losses per word or byte. Raises InputError for an unknown task.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -337,9 +343,9 @@ def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Sco
 
 
 def score_replies(source: ModelResults, student: ModelResults) -> None:
-    """Add the scores of the task ``replies``: the tokens of each reply before the first that
-    differs from the other model's (of the source all), and for each window the rate at which the
-    source would accept the model's tokens as a draft.
+    """Add the scores of the task ``replies`` to both models' results. ``first_difference`` is the
+    number of tokens before a reply first differs from the source's; ``draft_acceptance`` the rate
+    at which the source accepts the model's next tokens.
     """
     lengths = []
     equal = []
@@ -356,7 +362,9 @@ def score_replies(source: ModelResults, student: ModelResults) -> None:
 
 
 def make_evaluation_row(task: str, metric: str, source: Tensor, student: Tensor) -> dict[str, Any]:
-    """The row of an `Evaluation` from both models' values ``[n]``."""
+    """A row of `Evaluation.rows` with the means, their difference and its 95 % interval, from both
+    models' values ``[n]``, one per document.
+    """
     source = source.double()
     student = student.double()
     difference = student - source

@@ -58,7 +58,7 @@ _MISMATCH = "its tensors do not match its config.json"
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV-cache size for one sequence; a sliding-window layer caches at most its window.
+    """The size of the KV cache for one sequence; a sliding-window layer caches at most its window.
 
     cache_elements: elements per token per layer.
     bytes_per_token: bytes per token of all layers.
@@ -72,7 +72,8 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class TargetCache(CacheSize):
-    """The cache of a target.
+    """The cache of one target to which a model can be converted, and the engines that serve the
+    result.
 
     options: the options of ``kvfold convert``.
     saves: the share of the source's cache that is saved.
@@ -158,6 +159,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
 
 
 def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
+    """The inspection of an opened checkpoint, of whatever kind it is."""
     config = checkpoint.config
     # A wrapper's language model may be latent.
     language = (
@@ -176,7 +178,7 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
 
 
 def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
-    """The facts of a result in layout ``kvfold``."""
+    """The inspection of a converted checkpoint in layout ``kvfold`` (its own model class)."""
     config = checkpoint.config
     kind = get_source_type(config)
     block = config.get(BLOCK)
@@ -208,7 +210,8 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
 
 
 def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
-    """The facts of a model in a stock MLA class, which has no windows.
+    """The inspection of a checkpoint of a stock MLA class, which has no sliding windows. ``config``
+    is that of the language model, which may be inside a multimodal wrapper.
 
     ``config`` is that of the language model, which may be inside a wrapper.
     """
@@ -243,7 +246,9 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
 
 
 def _read_whole_numbers(config: Mapping[str, Any], keys: Sequence[str]) -> list[int]:
-    """The values of ``keys``. Raises InputError unless they are whole numbers."""
+    """The values of ``keys`` in ``config``, in this order. Raises InputError unless they are whole
+    numbers.
+    """
     wrong = [key for key in keys if type(config.get(key)) is not int or config[key] < 0]
     if wrong:
         raise InputError(f"config.json: {', '.join(wrong)} must be a whole number")
@@ -253,8 +258,8 @@ def _read_whole_numbers(config: Mapping[str, Any], keys: Sequence[str]) -> list[
 def _check_latent_shapes(
     checkpoint: Checkpoint, ending: str, shape: tuple[int, ...], layers: int
 ) -> None:
-    """Raise InputError unless each of ``layers`` has a tensor of ``shape`` whose name has this
-    ``ending``.
+    """Raise InputError unless each layer has a tensor of ``shape`` whose name ends in ``ending``;
+    ``layers`` is the number of layers.
     """
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
     if len(shapes) != layers or set(shapes) != {shape}:
@@ -263,13 +268,16 @@ def _check_latent_shapes(
 
 
 def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
+    """Raise InputError with every tensor that is missing, unknown or of another shape than the
+    config says.
+    """
     if problems := model.list_tensor_problems(checkpoint.tensors):
         raise InputError(_MISMATCH, problems)
 
 
 def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -> dict[str, Any]:
-    """The fields of an ``Inspection`` that follow from family, config and tensors; those of the
-    cache are of ``result``.
+    """The fields of an `Inspection` that follow from the family, the config and the tensors, as
+    keyword arguments; ``result`` determines the cache size.
     """
     geometry = model.geometry
     layers = model.layers
@@ -299,8 +307,8 @@ def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -
 def _describe_files(
     checkpoint: Checkpoint, result: ServedModel, windows: list[int | None]
 ) -> dict[str, Any]:
-    """The fields that need no family; ``windows`` has an entry per layer, None for full
-    attention.
+    """The fields of an `Inspection` that need no family: architecture, dtype, parameters and cache
+    size. ``windows`` has an entry per layer, None for full attention.
     """
     infos = checkpoint.tensors.values()
     sizes = checkpoint.count_float_bytes()
@@ -316,7 +324,9 @@ def _describe_files(
 
 
 def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
-    """The cache size of ``result``; ``windows`` has an entry per layer, None for full attention."""
+    """The KV-cache size of the model ``result``. ``windows`` has an entry per layer, None for full
+    attention.
+    """
     layer_bytes = result.count_cache_elements() * DTYPES[dtype]["bits"] // 8
     by_context = {}
     for name, context in CONTEXTS.items():
@@ -326,7 +336,9 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
 
 
 def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
-    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
+    """The targets to which ``model`` can be converted, with their cache sizes: GQA, MQA, and MLA
+    sizes that kernels support or that cache a small part.
+    """
     targets: dict[str, ServedModel] = {}
     for kv_heads in list_kv_heads(model.geometry):
         options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"

@@ -14,7 +14,7 @@ from kvfold.convert.text.windows import cut_windows
 
 @torch.no_grad()
 def compute_token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
-    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``."""
+    """The loss in nats of each token of ``tokens [N, T]`` except a row's first, ``[N, T - 1]``."""
     rows = []
     for row in tokens:
         # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.
@@ -25,8 +25,9 @@ def compute_token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
 
 
 def cut_token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
-    """The first ``windows`` windows of ``length`` tokens from ``text``, ``[windows, length]``;
-    fewer if it is short.
+    """The first ``windows`` sequences of ``length`` tokens from ``text``, ``[windows, length]``;
+    fewer if the text is too short. Each begins with the special tokens that the tokenizer puts
+    first (often BOS).
 
     Each window begins with the tokenizer's prefix (often a BOS token).
     """
@@ -38,8 +39,8 @@ def cut_token_windows(tokenizer: Any, text: str, windows: int, length: int) -> T
 
 
 def measure_perplexity(folder: Path, tokens: Tensor) -> float:
-    """Perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, loaded with stock
-    transformers in float32.
+    """The perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, which stock transformers
+    load in float32.
     """
     from transformers import AutoModelForCausalLM
 

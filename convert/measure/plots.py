@@ -42,7 +42,7 @@ _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Plot:
-    """A matplotlib figure.
+    """A matplotlib figure with its title and an explanation.
 
     title: what is drawn.
     caption: what the values mean, and what a good result looks like.
@@ -66,7 +66,9 @@ class Plot:
 
 @contextmanager
 def _create_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
-    """A new plot and its axes, with the style active: artists get their colors here."""
+    """A new plot and its axes. The plot style is active, because artists get their colors when they
+    are drawn.
+    """
     import matplotlib
 
     # Not pyplot, which keeps every figure alive and looks for a display.
@@ -78,7 +80,9 @@ def _create_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
 
 
 def plot_drift(drift: "DriftReport") -> list[Plot]:
-    """Drift by layer and loss by position, as far as they were measured and are not all 0."""
+    """The plots of drift by layer and of loss by position; one that was not measured, or is 0
+    everywhere, is left out.
+    """
     plots = []
     if drift.layers and not drift.identical:
         plots.append(plot_drift_by_layer(drift))
@@ -88,7 +92,9 @@ def plot_drift(drift: "DriftReport") -> list[Plot]:
 
 
 def plot_drift_by_layer(drift: "DriftReport") -> Plot:
-    """Relative errors of attention and residual stream by layer, on a logarithmic axis."""
+    """A plot of the relative errors of attention and residual stream in each layer, on a
+    logarithmic axis.
+    """
     caption = (
         "Relative error against the source, of each layer's attention and of the residual stream"
         " after the layer; local: with the source's inputs, propagated: with the converted model's"
@@ -108,7 +114,7 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
 
 
 def plot_loss_by_position(drift: "DriftReport") -> Plot:
-    """Excess loss and KL by position, with 95 % intervals."""
+    """A plot of excess loss and KL divergence by token position, with 95 % intervals."""
     stretches = drift.stretches
     caption = (
         "Excess loss and KL of the tokens at these positions, with 95 % intervals, over"
@@ -128,8 +134,8 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
 
 
 def plot_loss_by_cache(sweep: "Sweep") -> Plot:
-    """Each target's excess loss against its cache, with 95 % intervals, and the limit of
-    ``--within``.
+    """A plot of each target's excess loss against its cache size, with 95 % intervals and the limit
+    of ``--within``.
     """
     caption = (
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller"

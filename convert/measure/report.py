@@ -28,8 +28,8 @@ def write_report(
     notes: Sequence[str],
     quiet: bool,
 ) -> None:
-    """Write ``report.html`` to ``folder``, which is created. Raises InputError if it cannot be
-    written.
+    """Write the HTML page ``report.html`` to ``folder``, which is created if needed. Raises
+    InputError if it cannot be written.
 
     Args:
         folder: the folder that --report names.
@@ -77,8 +77,9 @@ def write_report(
 def write_drift_report(
     folder: str, command: str, title: str, drift: DriftReport | None, summary: str, quiet: bool
 ) -> None:
-    """Write the page on a conversion called ``title`` and on its ``drift``, if it was measured;
-    ``summary`` is the text on the terminal. Raises InputError as `write_report` does.
+    """Write the HTML page about a converted checkpoint and, if measured, its drift. ``title`` names
+    the conversion; ``summary`` is the text that the terminal shows. Raises InputError if the page
+    cannot be written.
     """
     lead: list[str] = []
     tables: list[Sequence[Sequence[str]]] = []

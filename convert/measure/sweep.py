@@ -64,7 +64,8 @@ _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What a target costs.
+    """A target of a sweep with its cache size, its measured loss and the request that converts to
+    it.
 
     target: in the notation of ``--targets``
     request: converts to it, with the split that was chosen for a budget
@@ -83,7 +84,7 @@ class SweepRow:
 
     @property
     def command(self) -> list[str]:
-        """The words of the command that converts to the target."""
+        """The ``kvfold convert`` command that converts to this target, as a list of words."""
         given = self.request.collect_non_defaults()
         options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
         arguments = [self.request.model, self.request.out]
@@ -92,7 +93,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a sweep.
+    """The results of a sweep: one row per target, and the limit that a target must meet.
 
     model: the name of the source
     sha256: the digest of the source's tensors
@@ -115,8 +116,8 @@ class Sweep:
 
     @property
     def smallest(self) -> SweepRow | None:
-        """The target with the smallest cache whose perplexity is at most ``within`` higher, or
-        None.
+        """The target with the smallest cache whose rise in perplexity is at most ``within``, or
+        None. If several have the same cache size, this is the one with the least loss.
 
         If several have the same cache size, this is the one with the least loss.
         """
@@ -126,13 +127,15 @@ class Sweep:
 
     @property
     def nearest(self) -> SweepRow:
-        """The target with the least excess loss."""
+        """The target with the least excess loss, whether or not it is within the limit."""
         finite = [row for row in self.rows if math.isfinite(row.measured.excess)]
         return min(finite or self.rows, key=lambda row: row.measured.excess)
 
     @property
     def verdict(self) -> str:
-        """The smallest target within the limit, or the nearest to it, in a few words."""
+        """One sentence that names the smallest target within the limit, or else the target with the
+        least loss.
+        """
         limit = f"within {100 * self.within:g} % perplexity"
         row = self.smallest
         if row is None:
@@ -142,7 +145,7 @@ class Sweep:
         return f"{limit}: {row.kind}{doubt}"
 
     def format_rows(self) -> list[tuple[str, ...]]:
-        """The header and a row of cells per target, largest cache first."""
+        """The cells of a table with a header and one row per target, largest cache first."""
         rows = [("target", "cache", "saving", *(metric.label for metric in METRICS), "time")]
         for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.measured.excess)):
             saving = format_cache_saving(self.cache_elements, row.cache_elements)
@@ -154,7 +157,7 @@ class Sweep:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; ``smallest`` is the smallest target within the limit, or None."""
+        """The sweep as JSON values; ``smallest`` is the smallest target within the limit, or None."""
         targets = [
             {
                 "target": row.target,
@@ -247,7 +250,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 @dataclass
 class _TargetStudent:
-    """The walk of the student that is converted to a target."""
+    """A student that is converted to one target, and its walk through the layers."""
 
     target: str
     plan: Plan
@@ -258,7 +261,9 @@ class _TargetStudent:
 def _fit_and_measure_targets(
     plans: Mapping[str, Plan], calibration: Calibration, stages: ProgressStages
 ) -> Iterator[SweepRow]:
-    """Fit and measure targets, all MLA or none, in one walk over the source."""
+    """Fit and measure the targets in ``plans`` in one walk over the source; either all of them are
+    MLA or none is.
+    """
     first = next(iter(plans.values()))
     survey = Survey() if first.latent is None else survey_layers(first, calibration, stages)
     teacher = Teacher(

@@ -29,8 +29,8 @@ _SERVED_FROM = 1024
 
 
 def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
-    """Parse text such as ``"gqa:4,2 mqa mla:576,512+64"`` into the options for each target, without
-    duplicates.
+    """The conversion options of each target in a text such as ``"gqa:4,2 mqa mla:576,512+64"``,
+    without duplicates.
 
     Targets are separated by commas or spaces; a bare number belongs to the kind before it.
     ``words`` may also be a list. Raises InputError for an invalid target.
@@ -55,14 +55,14 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
 
 
 def format_target(options: TargetOptions) -> str:
-    """The target with ``options`` in the notation of ``--targets``, such as ``gqa:4``."""
+    """The target with these conversion options in the notation of ``--targets``, such as ``gqa:4``."""
     kind, *sizes = options.values()
     return f"{kind}:{'+'.join(map(str, sizes))}".rstrip(":")
 
 
 def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
-    """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts
-    of a small cache.
+    """The targets that a sweep tries by default: a few GQA sizes, MQA, and the MLA sizes that
+    ``kvfold inspect`` proposes.
 
     MLA is in ``layout``, by default that of a conversion; what it cannot express is left out.
     Raises InputError if the model has no smaller target.

@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify_checkpoint`.
+    """The result of `verify_checkpoint`: what was compared, and every problem.
 
     origin: the name of the checkpoint.
     files: the number of files compared by hash; 0 without ``kvfold.json``.
@@ -40,8 +40,9 @@ class Verification:
 
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
-    """Compare a checkpoint with its record and its config; ``problems`` of the result name all that
-    differs.
+    """Compare the checkpoint ``out`` with the hashes in kvfold.json and with its config.json.
+    ``problems`` of the result lists all differences. Raises InputError if the checkpoint cannot be
+    opened at all.
 
     Raises InputError when it cannot be opened at all.
 
@@ -79,7 +80,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
 
 
 def require_intact(verification: Verification) -> None:
-    """Raise InputError with everything that differs."""
+    """Raise InputError with all problems of ``verification``, if there are any."""
     if verification.problems:
         raise InputError(
             f"{verification.origin} is not what {RECORD} and config.json say; make it again",
@@ -88,8 +89,8 @@ def require_intact(verification: Verification) -> None:
 
 
 def list_non_finite_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for every tensor among ``names`` that has NaN or infinity. Reads in bounded
-    memory.
+    """Yield a line for every tensor among ``names`` that contains NaN or infinity. Tensors are read
+    in pieces of bounded size.
     """
     from kvfold.convert.checkpoint.tensors import count_non_finite
 

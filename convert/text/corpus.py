@@ -43,7 +43,8 @@ _RENDERED = 1 << 26  # characters
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text: a file, the train split of a dataset, or the text that ships with kvfold.
+    """A text to draw documents from: a file, the train split of a dataset, or the text that ships
+    with kvfold.
 
     name       appears in messages and records, without local paths
     source     path of the file; else ``NAME`` or ``NAME:CONFIG`` of the dataset, or the texts
@@ -67,8 +68,8 @@ class Corpus:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def read_documents(self, limit: int) -> tuple[list[str], bool]:
-        """Documents with at least ``limit`` characters or bytes in total if possible, and True if
-        these are all documents.
+        """Documents with at least ``limit`` characters or bytes in total, if the text has so many,
+        and True if these are all of its documents.
 
         Each line of a .jsonl file is a document; any other file is one document. A file of more
         than ``limit`` bytes yields the complete lines in randomly drawn cells.
@@ -86,6 +87,9 @@ class Corpus:
         return documents, True
 
     def _read_dataset(self, spec: str) -> Iterator[str]:
+        """Yield the documents of the dataset ``spec`` in shuffled order. Raises InputError if it
+        cannot be loaded.
+        """
         import datasets  # pyright: ignore[reportMissingImports]
 
         name, _, config = spec.partition(":")
@@ -98,6 +102,9 @@ class Corpus:
             yield self._parse_row(row, f"{spec}, row {number}")
 
     def _read_file(self, path: Path, limit: int) -> tuple[list[str], bool]:
+        """The documents in the file ``path``, or in randomly drawn pieces of it if it has more than
+        ``limit`` bytes, and True if they are all of them.
+        """
         size = path.stat().st_size
         if size <= limit:
             return list(self.parse_documents(path, 0, path.read_bytes())), True
@@ -116,7 +123,9 @@ class Corpus:
         return documents, False
 
     def parse_documents(self, path: Path, start: int, raw: bytes) -> Iterator[str]:
-        """Parse the documents in ``raw``, the bytes of the file ``path`` from offset ``start``."""
+        """Yield the documents in ``raw``, bytes that begin at offset ``start`` of the file
+        ``path``.
+        """
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -133,7 +142,9 @@ class Corpus:
                 yield self._parse_row(line, f"{path}, line {number}{after}")
 
     def _parse_row(self, row: Any, where: str) -> str:
-        """The document in a dataset row or a line of JSON; InputError names ``where`` it is."""
+        """The document in a dataset row or a line of JSON. Raises InputError with ``where``, the
+        row's place, if it contains no text.
+        """
         try:
             if isinstance(row, str):
                 row = parse_json_value(row.encode())
@@ -158,8 +169,8 @@ def open_corpus(
     split: ShippedText = "calibration",
     option: str = "calibration",
 ) -> Corpus:
-    """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text.
-    ``tokenizer`` renders chats. Raises InputError if there is no such text.
+    """The text that the user named ``spec`` with ``option``; None means ``split`` of the text that
+    ships with kvfold. ``tokenizer`` renders chats. Raises InputError if there is no such text.
     """
     if spec is None:
         unread = "" if split == "calibration" else ", the part that no conversion reads"
@@ -173,8 +184,8 @@ def open_corpus(
 
 
 def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
-    """Render ``messages`` with the tokenizer's chat template. Raises ValueError if it has none or
-    it fails, InputError if it does not end.
+    """The chat ``messages`` as text, by the tokenizer's chat template. Raises ValueError if there
+    is no template or it fails, InputError if it takes too long.
 
     With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
     models that think.
@@ -198,7 +209,8 @@ def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool =
 
 
 def parse_text_share(spec: str) -> tuple[str, float]:
-    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1.
+    """The name and the share of a calibration text written as ``NAME:SHARE``; without a share, it
+    is 1. Raises InputError for a share of 0, which only ``self`` may have.
 
     Only the share of ``self`` may be 0; others raise InputError.
     """
@@ -211,7 +223,9 @@ def parse_text_share(spec: str) -> tuple[str, float]:
 
 
 def choose_calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[str | None, float]]:
-    """The calibration texts and their shares: those ``given``, or None for the text that ships.
+    """The names and shares of the calibration texts: those that the user gave, or None for the text
+    that ships with kvfold. A chat model also writes a third of the tokens itself (`SELF`), unless
+    ``given`` names it.
 
     A model that ``chats`` also writes `SELF`, a third of the tokens, unless ``given`` names it.
     """
@@ -228,7 +242,7 @@ def choose_calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[st
 
 
 def check_text_sources(names: Iterable[str], option: str = "calibration") -> None:
-    """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read
+    """Raise InputError if a file or dataset named with ``option`` does not exist or cannot be read
     as text.
     """
     for name in names:
@@ -253,8 +267,8 @@ def check_text_sources(names: Iterable[str], option: str = "calibration") -> Non
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
-    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``; None means
-    any number.
+    """Raise InputError if ``seq_len`` exceeds ``positions``, the most that ``model`` supports; None
+    means any number.
     """
     if positions and seq_len > positions:
         exceeded = f"exceeds the {positions} positions supported by the model {model}"
@@ -262,7 +276,7 @@ def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
 
 
 def draw_permutation(count: int, seed: int) -> "Tensor":
-    """The integers below ``count`` in a random order determined by ``seed``, ``[count]``."""
+    """The integers below ``count`` in random order, ``[count]``; equal seeds give equal orders."""
     import torch
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -27,8 +27,8 @@ _REPLY = "kvfold-reply"
 
 @dataclass(frozen=True)
 class ChatTurnTokens:
-    """The tokens ``start`` of every sequence, and those that end a user's turn and begin the reply,
-    and end the reply.
+    """The special tokens that begin a dialogue, lead from the user's turn to the reply, and end the
+    reply.
 
     The last two are empty where turns do not end with a special token: the model then writes its
     template itself.
@@ -40,8 +40,8 @@ class ChatTurnTokens:
 
 
 def find_turn_tokens(tokenizer: Any, model: str) -> ChatTurnTokens:
-    """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if
-    there is no BOS.
+    """The tokens between the turns of the tokenizer's chat template; without a template, the BOS
+    token alone. Raises InputError if there is no BOS token either.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
         messages: list[Mapping[str, Any]] = [
@@ -74,7 +74,7 @@ def sample_sequences(
     seed: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Tensor:
-    """Sample ``count`` sequences of ``length`` tokens from a transformers ``model``; returns
+    """``count`` sequences of ``length`` tokens that the ``model`` writes at temperature 1,
     ``[count, length]``.
 
     Every sequence begins with ``turns.start``. Equal seeds produce equal text. ``advance`` is

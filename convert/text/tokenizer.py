@@ -21,7 +21,9 @@ _BLOCKS = 8  # at once
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str) -> Any:
-    """Load the tokenizer. If that fails, the InputError names ``purpose``, what needs it."""
+    """The checkpoint's tokenizer. Raises InputError if it cannot be loaded; ``purpose`` says in the
+    message what needs it.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -64,8 +66,8 @@ def find_prefix_tokens(tokenizer: Any) -> list[int]:
 def tokenize_documents(
     tokenizer: Any, prefix: list[int], documents: Iterable[str]
 ) -> Iterator[Tensor]:
-    """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of
-    special tokens, which a chat template writes itself.
+    """Yield the token ids of each document, int64 ``[n]``. They do not include the special tokens
+    ``prefix``, unless a chat template wrote them.
     """
     for document in documents:
         blocks = split_blocks(document) or [""]
@@ -79,8 +81,8 @@ def tokenize_documents(
 
 
 def split_blocks(text: str, longest: int = _BLOCK) -> list[str]:
-    """Split ``text`` into blocks of at most ``longest`` characters, if possible before a line break
-    or space.
+    """``text`` in blocks of at most ``longest`` characters, which end at a line break or space if
+    possible.
     """
     before_break = rf".{{{longest // 2},{longest - 1}}}(?=[\n ])"
     return re.findall(rf"(?s).{{1,{longest}}}\Z|{before_break}|.{{{longest}}}", text)
@@ -89,7 +91,7 @@ def split_blocks(text: str, longest: int = _BLOCK) -> list[str]:
 def check_teacher_tokenizer(
     teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool
 ) -> None:
-    """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all
+    """Raise InputError unless ``teacher`` has the same tokenizer as ``student``, and logits for all
     of its tokens.
     """
     size = load_config(teacher, trust_remote_code).vocab_size
@@ -105,8 +107,8 @@ def check_teacher_tokenizer(
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:
-    """Raise InputError unless all ``tokens`` from the tokenizer of ``model`` are below
-    ``vocabulary``.
+    """Raise InputError unless all token ids in ``tokens`` are below ``vocabulary``, the size of the
+    model's vocabulary.
     """
     largest = int(tokens.max()) if tokens.numel() else 0
     if largest >= vocabulary:

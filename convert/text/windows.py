@@ -26,7 +26,8 @@ _LONG_SEQUENCES = 4
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token sequences without overlap, int64 except ``further``.
+    """The token sequences of a conversion, which do not overlap: for calibration, for measurements,
+    and for polishing.
 
     calibration     ``[N, T]``, for fits and refinement
     held_out        ``[M, T]``, for measurements
@@ -47,7 +48,9 @@ class CalibrationTokens:
 
     @property
     def training_sequences(self) -> Tensor:
-        """The calibration and further sequences, ``[N + K, T]``, int32."""
+        """The sequences to train on, those for calibration and the further ones: ``[N + K, T]``,
+        int32.
+        """
         return torch.cat([self.calibration.int(), self.further])
 
 
@@ -62,8 +65,8 @@ def load_calibration(
     write: Callable[[int], Tensor] | None = None,
     long_length: int = 0,
 ) -> CalibrationTokens:
-    """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and
-    ``count_held_out(samples)`` for evaluation.
+    """The token sequences of a conversion: ``samples`` of ``seq_len`` tokens for calibration, and
+    ``count_held_out(samples)`` for measurements.
 
     ``further`` additional sequences are drawn; with ``fewer``, as many of them as the text contains
     that was read for the others. If ``long_length`` exceeds ``seq_len``, four more sequences of so
@@ -127,8 +130,8 @@ def load_calibration(
 
 
 def draw_sequences(corpus: Corpus, seq_len: int, needed: int, wanted: int, advice: str) -> Tensor:
-    """All sequences ``[n, T]``, int32, of as much text as yields ``wanted`` of them, in random
-    order.
+    """Sequences ``[n, T]``, int32, in random order, from as much text as yields ``wanted`` of them.
+    Raises InputError with ``advice`` if there are fewer than ``needed``.
 
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """
@@ -137,8 +140,8 @@ def draw_sequences(corpus: Corpus, seq_len: int, needed: int, wanted: int, advic
 
 
 def divide_by_shares(count: int, weights: Sequence[float]) -> list[int]:
-    """Divide ``count`` in proportion to ``weights``; what rounding leaves goes to the largest
-    remainders.
+    """``count`` divided in proportion to ``weights``, as whole numbers; what rounding leaves goes
+    to the largest remainders.
     """
     exact = [count * weight / (sum(weights) or 1) for weight in weights]
     counts = [int(share) for share in exact]
@@ -149,6 +152,7 @@ def divide_by_shares(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def _shuffle_rows(rows: Tensor, seed: int) -> Tensor:
+    """The rows of a tensor in random order; equal seeds give equal orders."""
     return rows[draw_permutation(len(rows), seed)]
 
 
@@ -160,8 +164,8 @@ def _draw_token_sets(
     long_count: int,
     long_length: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Draw sequences at random from one text: ``wanted`` for calibration, held out and further,
-    ``[n, T]``, int32, and up to ``long_count`` long ones.
+    """Sequences drawn at random from one text: ``[n, T]``, int32, for calibration, measurements and
+    polishing (``wanted``), and up to ``long_count`` long ones.
 
     Reads the text only until it yields the first two, without ``fewer`` all three; raises
     InputError if it yields fewer.
@@ -190,8 +194,10 @@ def _draw_token_sets(
 def _read_windows(
     corpus: Corpus, seq_len: int, needed: int, wanted: int, advice: str
 ) -> tuple[Tensor, Tensor]:
-    """Read text until it yields ``wanted`` windows, if it has as many: ``[n, T]``, int32, and the
-    index of each window's document, ``[n]``; windows that were packed have an index of their own.
+    """Windows of ``seq_len`` tokens, ``[n, T]``, int32, and the index of the document of each,
+    ``[n]``. Text is read until it yields ``wanted`` windows or ends; a window packed from several
+    documents has an index of its own. Raises InputError with ``advice`` if there are fewer than
+    ``needed``.
 
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """
@@ -224,8 +230,8 @@ def _read_windows(
 
 
 def _find_window_runs(owners: Tensor, free: list[int], size: int, count: int) -> list[range]:
-    """Up to ``count`` runs of ``size`` consecutive windows of one document, all of them in
-    ``free``.
+    """Up to ``count`` runs of ``size`` consecutive windows of the same document, all of them among
+    the windows ``free``.
     """
     unused = torch.zeros(len(owners), dtype=torch.bool)
     unused[free] = True
@@ -241,8 +247,8 @@ def _find_window_runs(owners: Tensor, free: list[int], size: int, count: int) ->
 
 
 def cut_windows(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
-    """Cut windows ``[n, length]`` from each document, then from the remainders packed with ``eos``
-    (if not None).
+    """Token windows ``[n, length]`` cut from each document, then from what remains of all
+    documents, joined with ``eos`` (if not None).
     """
     whole = [torch.empty(0, dtype=torch.int32)]
     packed = whole.copy()

@@ -25,7 +25,7 @@ from kvfold.convert.training.loop import TrainingTask, random_batches, sum_kl
 from kvfold.convert.walk.walk import Student, run_all_layers
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
-# 0.1045 / 0.0249: flat (bench_polish_constants.py, 2026-11-23)
+# 0.1045 / 0.0249: flat (measured by a script in git history, 2026-11-23)
 _WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL
 # after 30 and 60 of 60 steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173;
@@ -34,11 +34,10 @@ _WARMUP = 10
 # -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
 # Parts of a run after each of which the rate is judged, and the least relative gain of one. Model
-# that ships, MLA 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples
-# 700, 2026-11-24): each gains 2 % or more, so that 0 gives the same run as 0.01. The rounds of a
-# long run gain less each: judged after every round of 1000 steps, the rate was halved away
-# (reference MHA model, MLA 40+24 refined, bench_refine.py --polish 1000, 2026-11-23: 0.0145 ->
-# 0.0124; after every eighth, 0.0104).
+# that ships, MLA 24+8, 200 steps (measured by a script in git history, 2026-11-24): each gains 2 %
+# or more, so that 0 gives the same run as 0.01. The rounds of a long run gain less each: judged
+# after every round of 1000 steps, the rate was halved away (reference MHA model, MLA 40+24 refined,
+# measured by a script in git history, 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 

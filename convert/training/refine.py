@@ -37,14 +37,14 @@ from kvfold.convert.walk.walk import Step, Student
 # ``auto`` spends on a layer, ten of these rounds.
 REFINE_ROUND = 50
 MOST_STEPS = 500
-# Figures: excess loss (nats per token) of the model that ships, by
-# bench_refine_constants.py; MQA / MLA 24+8 after 40 steps, or MQA by auto with
-# at most 400 steps, on 64 sequences of 64 tokens. Without a date: 2026-11-22. auto: 50 steps
-# +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
+# Figures: excess loss (nats per token) of the model that ships, measured by a script in git
+# history: MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of
+# 64 tokens. Without a date: 2026-11-22. auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and
+# a layer that gains little takes 100 steps, not 150
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
 # auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325).
-# Reference MHA model, MLA 40+24, most of whose error comes from earlier layers (bench_refine.py,
-# 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25 times the time.
+# Reference MHA model, MLA 40+24, most of whose error comes from earlier layers (measured by a
+# script in git history, 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25 times the time.
 MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
 # 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives
 # the same rate

@@ -40,8 +40,8 @@ from kvfold.convert.training.steps import (
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after
-# 40 steps, MLA 24+8 of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats
-# (bench_refine_constants.py --uptrain, 2026-11-22)
+# 40 steps, MLA 24+8 of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (by a script
+# in git history, 2026-11-22)
 _AT_WIDTH_ONE = 0.05
 # Tokens per step from which on the rate no longer grows: the default of ``--batch-tokens``.
 _FULL_BATCH = 65536

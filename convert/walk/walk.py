@@ -62,11 +62,11 @@ Hidden = list[Tensor]
 
 # Tokens per layer call: a trade-off between the size of matrix products and the memory for
 # activations. GQA-2 of the model that ships: 512 7.6 s, 4096 7.3 s, 16384 7.7 s, and equal losses:
-# flat (bench_refine_constants.py, 2026-11-24). On a GPU chosen, not tuned.
+# flat (measured by a script in git history, 2026-11-24). On a GPU chosen, not tuned.
 _CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
 # Tokens on which candidates for a layer are compared. GQA-2 of the model that ships: 256 +0.0322
-# nats per token, 2048 +0.0284 (bench_refine_constants.py, 2026-11-24)
+# nats per token, 2048 +0.0284 (measured by a script in git history, 2026-11-24)
 _JUDGED_TOKENS = 2048
 
 
