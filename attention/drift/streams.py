@@ -129,12 +129,17 @@ class LoadedStream:
         self._recorded: dict[torch.Size, list[LayerArguments]] = {}
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the residual stream before the first layer, ``[B, T, E]``, for ``tokens [B, T]``;
+        records the arguments of every layer.
+        """
         hidden, arguments = self._frame.enter(self._ends, input_ids=tokens.to(self.device))
         self._recorded = {tokens.shape: arguments}
         return hidden
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
+        """Yield layer ``index`` with its tensors on the stream's device and in its dtype."""
+
         def arguments(hidden: Tensor) -> LayerArguments:
             shape = hidden.shape[:2]
             if shape not in self._recorded:
@@ -145,12 +150,18 @@ class LoadedStream:
         yield OpenLayer(index, layer, arguments, self._convert(layer))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[B, T, V]`` for ``hidden [B, T, E]``, the residual stream after the last
+        layer.
+        """
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
         return self._frame.logits(hidden, self._ends, input_ids=blank)
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
         # generation runs in the dtype of the model itself, whatever the stream computes in
+        """Return by how many bytes per token the model's generation cache grows, summed over all
+        layers.
+        """
         device = next(self.model.parameters()).device
 
         def enter(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
@@ -162,6 +173,9 @@ class LoadedStream:
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LoadedStream":
+        """Return a stream of the same model on another device or in another dtype; None keeps the
+        present one.
+        """
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 
     def _convert(self, module: nn.Module) -> dict[str, Tensor]:
@@ -268,12 +282,14 @@ class _LayerStandIn(nn.Module):
         self._layer_and_frame = (layer, frame)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the replaced decoder layer."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattribute__("_layer_and_frame")[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        """Return what the model's ``visit`` function returns for this layer's inputs."""
         frame = self._layer_and_frame[1]
         hidden = frame.visit(self.index, hidden_states, LayerArguments(args, kwargs))
         return (hidden,) if frame.returns_tuples else hidden

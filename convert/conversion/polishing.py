@@ -44,7 +44,7 @@ def polish_checkpoint(
         tensors = {
             name: written.read_tensor(name) for names in plan.output.computed for name in names
         }
-        student.put(tensors)
+        student.set_layer_tensors(tensors)
         task = PolishTask(
             student,
             [

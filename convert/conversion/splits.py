@@ -221,4 +221,4 @@ def measure_split_kl(
             step.advance(tensors)
         else:
             step.advance_unchanged()
-    return processes.broadcast_from_rank0(lambda: walk.measurement().kl)
+    return processes.broadcast_from_rank0(lambda: walk.measure_drift().kl)

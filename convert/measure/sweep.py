@@ -302,6 +302,6 @@ def _fit_and_measure_targets(
             request=request,
             kind=student.plan.output.kind,
             cache_elements=student.plan.output.cache_elements,
-            measured=student.walk.measurement(),
+            measured=student.walk.measure_drift(),
             seconds=student.seconds,
         )

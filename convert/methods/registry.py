@@ -180,11 +180,12 @@ def register_objective(name: str) -> Callable[[Factory], Factory]:
     ``--objective NAME``.
     """
 
-    def register(factory: Factory) -> Factory:
+    def register_factory(factory: Factory) -> Factory:
+        """Store ``factory`` under the objective's name."""
         _objectives[name] = factory
         return factory
 
-    return register
+    return register_factory
 
 
 @cache
@@ -249,6 +250,6 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
     allowed = list_objectives() if target is None else list_methods(target)
     if plain not in allowed:
         available = "" if target is None else f" with --to {target}"
-        expected = f"is not available{available}; use one of {', '.join(allowed)}"
-        raise option_error(option, name, f"{expected}{suggest_name(plain, allowed)}")
+        allowed_names = ", ".join(allowed) + suggest_name(plain, allowed)
+        raise option_error(option, name, f"is not available{available}; use one of {allowed_names}")
     return plain

@@ -76,7 +76,7 @@ class TrainingTask(ABC):
             for name in chain.from_iterable(source.names for source in sources):
                 master = tensors[name].detach().to(self.stream.device, torch.float32, copy=True)
                 self.masters[name] = nn.Parameter(master)
-        student.put({**tensors, **self.masters})
+        student.set_layer_tensors({**tensors, **self.masters})
         slices = freeze_constant_channel(self.masters) if constant else {}
         self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
         channels = measure_channel_scales(self.trained, slices) if by_channel else {}

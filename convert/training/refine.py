@@ -101,7 +101,7 @@ def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> Tr
     attention = [output.attention for output in teacher.outputs]
     chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
     held_out = make_examples(settings.update, teacher.layer, chunks)
-    step.student.put(tensors)
+    step.student.set_layer_tensors(tensors)
     with step.student.stream.open_layer(step.index) as layer:
         for slower in _RETRY_LR:
             task = RefineTask(step.student, layer, tensors, settings, training, held_out, slower)
@@ -115,7 +115,8 @@ def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> Tr
 
 
 def learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -> float:
-    """The learning rate after ``step`` steps, relative to the peak; 0 ends the training.
+    """Return the learning rate after ``step`` steps of refinement, relative to its peak; 0 ends the
+    training.
 
     For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a
     round lowers the best error by less than ``MIN_GAIN``, then falls linearly to zero, within
@@ -200,7 +201,9 @@ class RefineTask(TrainingTask):
         """
         self.load_masters()
         (layer,) = self.layers
-        added = self._settings.student_update.of(layer, layer.attend(chunk.inputs).attention)
+        added = self._settings.student_update.compute_update(
+            layer, layer.attend(chunk.inputs).attention
+        )
         wide = torch.promote_types(added.dtype, torch.float32)
         return (added.to(wide) - chunk.targets.to(wide)) * chunk.weights.to(wide)
 
@@ -247,7 +250,7 @@ def make_examples(
     examples: list[ExampleChunk] = []
     sums = torch.zeros(3, dtype=torch.float64)
     for inputs, attention, student_inputs in chunks:
-        added = update.of(layer, attention)
+        added = update.compute_update(layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         residual = inputs.to(wide)
         student_residual = student_inputs.to(wide)

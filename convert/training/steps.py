@@ -75,8 +75,9 @@ def scale_adam_steps(
     shortened: list[tuple[Tensor, tuple[Tensor | float, ...], Tensor]] = []
 
     @torch.no_grad()
-    def remember(*_: Any) -> None:
+    def copy_tensors(*_: Any) -> None:
         # Looked up at every step, because sharding replaces the tensors in the groups.
+        """Before a step, copy the tensors whose steps are shortened."""
         for group in optimizer.param_groups:
             name = group["name"]
             tensor = group["params"][0].data
@@ -87,7 +88,8 @@ def scale_adam_steps(
                 shortened.append((tensor, channels[name], tensor.clone()))
 
     @torch.no_grad()
-    def shorten(*_: Any) -> None:
+    def shorten_steps(*_: Any) -> None:
+        """After a step, move each copied tensor only a part of the way."""
         for view, factors, before in shortened:
             # At most the step of a tensor with equally large elements: larger steps of the few
             # largest channels, which every token reads, would disturb the outputs for all tokens.
@@ -95,8 +97,8 @@ def scale_adam_steps(
             view.copy_(before.lerp(view, scale.clamp_max(1)))
         shortened.clear()
 
-    optimizer.register_step_pre_hook(remember)
-    optimizer.register_step_post_hook(shorten)
+    optimizer.register_step_pre_hook(copy_tensors)
+    optimizer.register_step_post_hook(shorten_steps)
 
 
 def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:

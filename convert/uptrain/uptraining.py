@@ -142,7 +142,8 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
     state = trainer.run(checkpoint)
 
-    def write() -> Uptrained:
+    def write_result() -> Uptrained:
+        """Write the trained checkpoint to OUT, and remove the training folder."""
         if trainer.constant:
             check_constant_channel(state, source)
         options = request.collect_result_options()
@@ -161,7 +162,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
         shutil.rmtree(request.work)
         return Uptrained(record)
 
-    return on_rank0(write) or Uptrained({})
+    return on_rank0(write_result) or Uptrained({})
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:

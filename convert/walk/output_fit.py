@@ -42,7 +42,7 @@ class AttentionUpdate:
     scale: float = 1.0
     norm: str | None = None
 
-    def of(self, layer: OpenLayer, attention: Tensor) -> Tensor:
+    def compute_update(self, layer: OpenLayer, attention: Tensor) -> Tensor:
         """The update ``[B, T, E]`` that ``layer`` computes from its ``attention`` output."""
         if self.norm is not None:
             attention = layer.run_submodule(self.norm, attention)
@@ -80,7 +80,7 @@ def refit_output_projection(step: Step, weights: Weights, update: AttentionUpdat
     if update.norm is not None:
         return weights
     student = step.student
-    student.put(student.output.encode_layer(step.index, weights))
+    student.set_layer_tensors(student.output.encode_layer(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:

@@ -27,7 +27,7 @@ A run with one student::
     for step in walk:
         weights = transform(step.index, step.statistics)   # may compare step.error(...)
         step.advance(output.encode_layer(step.index, weights))
-    walk.measurement()
+    walk.measure_drift()
 
 Several students can share one teacher, which runs each of its layers once for all of them::
 
@@ -158,14 +158,14 @@ class Student:
     tensors of the converted checkpoint, rounded to the dtype in which they will be stored, and read
     back through the same weight map and the same stock module that will load the finished files::
 
-        transform -> output.encode_layer -> Student.put -> read(name), rounded -> WeightMap -> stock
+        transform -> output.encode_layer -> Student.set_layer_tensors -> read(name), rounded -> WeightMap -> stock
         module -> error, loss
 
     So every error, drift and loss in a walk is that of the written checkpoint, and refinement
     trains the stored weights.
 
     ``output`` describes the converted checkpoint. Copied tensors are read from the source, computed
-    tensors are the last ones passed to ``put``; all are rounded to the stored ``dtypes``. Copied
+    tensors are the last ones passed to ``set_layer_tensors``; all are rounded to the stored ``dtypes``. Copied
     tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
     will store another dtype.
     """
@@ -194,7 +194,7 @@ class Student:
             autocast=source.autocast,
         )
 
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
+    def set_layer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the computed tensors of the converted layer that is run next, named and shaped as in
         the converted files.
         """
@@ -237,7 +237,7 @@ class Walk:
             yield Step(layer, self)
 
     @torch.no_grad()
-    def measurement(self) -> DriftMeasurement:
+    def measure_drift(self) -> DriftMeasurement:
         """Return the drift of the whole student from the teacher on the held-out sequences; call it
         after the last layer.
         """
@@ -278,7 +278,7 @@ class Step:
 
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
-        self.student.put(self.student.output.encode_layer(self.index, weights))
+        self.student.set_layer_tensors(self.student.output.encode_layer(self.index, weights))
         sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
         left = max(1, _JUDGED_TOKENS // self.teacher.held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:
@@ -297,7 +297,7 @@ class Step:
         """Set the layer's converted ``tensors``, and run the student's residual streams through the
         layer.
         """
-        self.student.put(tensors)
+        self.student.set_layer_tensors(tensors)
         with self.student.stream.open_layer(self.index) as layer:
             self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
             self._advance_calibration(layer)

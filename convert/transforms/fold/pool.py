@@ -23,11 +23,11 @@ def average_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     projection keep their dtype.
     """
 
-    def average(heads: Tensor) -> Tensor:
+    def average_groups(heads: Tensor) -> Tensor:
         precise = heads.to(torch.promote_types(heads.dtype, torch.float32))
         return precise.reshape(kv_heads, -1, *heads.shape[1:]).mean(1)
 
-    return pool_heads(weights, kv_heads, average)
+    return pool_heads(weights, kv_heads, average_groups)
 
 
 def keep_first_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:

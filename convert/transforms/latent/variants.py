@@ -134,15 +134,15 @@ def _fit_quadratic_form(latent: Tensor) -> Tensor:
     fitted = latent[~holding]
     held_out = latent[holding] if holding.any() else latent
 
-    def square_lengths(tokens: Tensor, form: Tensor) -> Tensor:
+    def compute_square_lengths(tokens: Tensor, form: Tensor) -> Tensor:
         return ((tokens @ form) * tokens).sum(1)
 
-    def held_out_error(form: Tensor) -> float:
-        return float((rank - square_lengths(held_out, form)).square().mean())
+    def compute_held_out_error(form: Tensor) -> float:
+        return float((rank - compute_square_lengths(held_out, form)).square().mean())
 
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
     forms = [form]
-    left = rank - square_lengths(fitted, form)
+    left = rank - compute_square_lengths(fitted, form)
     step = torch.zeros_like(form)
     before = latent.new_tensor(math.inf)
     for _ in range(STEPS):
@@ -150,12 +150,12 @@ def _fit_quadratic_form(latent: Tensor) -> Tensor:
         energy = gradient.square().sum()
         step = gradient + energy / before.clamp_min(1e-300) * step
         before = energy
-        change = square_lengths(fitted, step)
+        change = compute_square_lengths(fitted, step)
         reach = energy / change.square().mean().clamp_min(1e-300)
         form = form + reach * step
         left = left - reach * change
         forms.append(form)
-    return min(forms, key=held_out_error)
+    return min(forms, key=compute_held_out_error)
 
 
 def make_hartley_matrix(size: int) -> Tensor:

@@ -55,7 +55,7 @@ def task_of():
             layout = SimpleNamespace(config=checkpoint.config, tensors=planned)
             student = Student(source, layout)
             tensors = {name: checkpoint.read_tensor(name) for name in names}
-            student.put(tensors)
+            student.set_layer_tensors(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
             task = PolishTask(student, opened, tensors, None, None, 15)
             with torch.no_grad():

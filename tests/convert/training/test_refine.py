@@ -85,7 +85,7 @@ def test_the_update_is_what_the_layer_adds_to_its_residual(tiny_family, family):
     with torch.no_grad():
         layer(hidden)
         handle.remove()
-        added = task_of(plan).update.of(layer, layer.attend(hidden).attention)
+        added = task_of(plan).update.compute_update(layer, layer.attend(hidden).attention)
     assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
         states[0, 0] *= 1000.0
     with torch.no_grad():
         attention = layer.attend(hidden).attention
-        after = hidden + update.of(layer, attention)
+        after = hidden + update.compute_update(layer, attention)
     (chunk,) = make_examples(update, layer, [(hidden, attention, student)]).chunks
     assert_close(chunk.targets + student, after, rtol=0, atol=1e-4)
     sizes = [(chunk.weights * states).square().mean(-1) for states in (after, student)]

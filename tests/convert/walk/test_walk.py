@@ -21,7 +21,7 @@ def case(monkeypatch):
 def measured(case):
     walk = case.walk()
     list(case.run(walk))
-    return walk.measurement()
+    return walk.measure_drift()
 
 
 def test_measurement_is_the_drift_of_whole_stock_models(case):
@@ -56,8 +56,8 @@ def test_an_unchanged_layer_is_the_sources(case):
         step.advance_unchanged()
     for step in one:
         step.advance(case.layer(1)) if step.index == 1 else step.advance_unchanged()
-    assert (skipped.measurement().kl, skipped.measurement().agreement) == (0, 1)
-    assert 0 < one.measurement().kl < measured(case).kl
+    assert (skipped.measure_drift().kl, skipped.measure_drift().agreement) == (0, 1)
+    assert 0 < one.measure_drift().kl < measured(case).kl
 
 
 def test_what_is_measured_is_what_will_be_stored(monkeypatch):
