@@ -64,7 +64,9 @@ def test_a_source_that_does_not_beat_chance_guesses():
 
 
 def test_documents_are_paired():
-    row = evaluation.make_row("loss", "", torch.tensor([1, 2, 4]), torch.tensor([2, 3, 5]))
+    row = evaluation.make_evaluation_row(
+        "loss", "", torch.tensor([1, 2, 4]), torch.tensor([2, 3, 5])
+    )
     assert (row["difference"], row["margin"]) == (1, 0)
 
 
