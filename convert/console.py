@@ -100,7 +100,7 @@ def _make_click_parameter(spec: Option) -> Decorator:
 def add_json_option(
     help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
 ) -> Decorator:
-    """A decorator that adds the option ``--json FILE``, whose value is the parameter ``json_file``."""
+    """A decorator that adds the option ``--json FILE``; its value is the parameter ``json_file``."""
     return click.option("--json", "json_file", metavar="FILE|-", help=help)
 
 
@@ -216,8 +216,11 @@ def check_output_files(json_file: str | None, report: str | None = None) -> None
         _check_writable("json", Path(json_file))
     if report is not None:
         if find_spec("matplotlib") is None:
-            install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
-            raise option_error("report", report, install)
+            raise option_error(
+                "report",
+                report,
+                "draws with matplotlib; install it: pip install 'kvfold[report]'",
+            )
         _check_writable("report", Path(report) / REPORT)
 
 
@@ -233,24 +236,23 @@ def _reserve_stdout() -> None:
 
 
 def _check_writable(option: str, file: Path) -> None:
-    """Raise InputError if ``file`` cannot be written; missing folders are created. Links are
-    refused, because they may lead anywhere, and pipes, because they would block.
+    """Raise InputError if ``file`` cannot be written; missing folders are created.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
-    fault = None
+    obstacle = None
     existing = file
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
-            fault = "it is a folder, a link or no regular file"
+            obstacle = "it is a folder, a link or no regular file"
     except FileNotFoundError:
         existing = next(path for path in file.parents if path.exists())
     except (OSError, ValueError) as error:
-        fault = summarize_error(error)
-    if fault is None and not os.access(existing, os.W_OK):
-        fault = f"{existing} is not writable"
-    if fault is not None:
-        raise option_error(option, file, f": cannot be written ({fault}); name another path")
+        obstacle = summarize_error(error)
+    if obstacle is None and not os.access(existing, os.W_OK):
+        obstacle = f"{existing} is not writable"
+    if obstacle is not None:
+        raise option_error(option, file, f": cannot be written ({obstacle}); name another path")
 
 
 def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:

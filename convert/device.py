@@ -28,8 +28,11 @@ def choose_device(name: str) -> torch.device:
     ``cuda`` without a GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
-        raise option_error("device", name, rule)
+        raise option_error(
+            "device",
+            name,
+            ": torch finds no CUDA device on this machine; use --device cpu or auto",
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

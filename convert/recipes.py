@@ -96,23 +96,32 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
     # their meaning.
     path = _RECIPE_FOLDER / f"{recipe}.toml" if recipe in names else Path(recipe)
     if not os.path.isfile(path):
-        unknown = f"is neither a shipped recipe{suggest_name(recipe, names)} nor a file"
-        rule = f"{unknown}; use a FILE.toml or one of {', '.join(names)}"
-        raise option_error("recipe", recipe, rule)
+        raise option_error(
+            "recipe",
+            recipe,
+            f"is neither a shipped recipe{suggest_name(recipe, names)} nor a file; use a FILE.toml"
+            f" or one of {', '.join(names)}",
+        )
     try:
         with path.open("rb") as file:
             text = file.read(_LARGEST_RECIPE).decode("utf-8-sig")
         options = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # also of numbers with too many digits
-        rule = f"is not valid TOML: {summarize_error(error)}; correct the file"
-        raise option_error("recipe", recipe, rule) from error
+        raise option_error(
+            "recipe", recipe, f"is not valid TOML: {summarize_error(error)}; correct the file"
+        ) from error
     about = options.pop("about", {})
     specs = {name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs}
     # Options in [about] would be silently ignored.
     if not isinstance(about, dict) or about.keys() & specs.keys():
-        rule = ": [about] must be a table without options; write options above it"
-        raise option_error("recipe", recipe, rule)
+        raise option_error(
+            "recipe", recipe, ": [about] must be a table without options; write options above it"
+        )
     for key in options.keys() - specs.keys():
-        rule = f": unknown key {key!r}{suggest_name(key, specs)}"
-        raise option_error("recipe", recipe, f"{rule}; a recipe may contain {', '.join(specs)}")
+        raise option_error(
+            "recipe",
+            recipe,
+            f": unknown key {key!r}{suggest_name(key, specs)}; a recipe may contain"
+            f" {', '.join(specs)}",
+        )
     return options, about

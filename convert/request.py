@@ -86,8 +86,8 @@ class CalibratedRequest(RunRequest):
     layout: Layout | None = option(
         None,
         f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}). free is for transformers and"
-        " vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and loses a"
-        " little more; kvfold brings modeling code, for families without a stock MLA class.",
+        " vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and loses"
+        " a little more; kvfold brings modeling code, for families without a stock MLA class.",
         targets=("mla",),
     )
     calibration: tuple[str, ...] = option(

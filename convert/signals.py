@@ -91,7 +91,7 @@ def interrupt_on_signals() -> Iterator[None]:
     last = -float("inf")
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
-        """The signal handler: ignore further signals for 10 seconds, and raise KeyboardInterrupt."""
+        """The signal handler: raise KeyboardInterrupt, and ignore signals for 10 seconds."""
         nonlocal last
         before = last
         last = time.monotonic()

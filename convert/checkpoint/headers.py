@@ -70,7 +70,8 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         for name, entry in entries.items():
             if max(entry["shape"], default=0) > _MOST_ELEMENTS:
                 raise ValueError(
-                    f"tensor {shorten_repr(name)} has shape {shorten_repr(entry['shape'])}, too large"
+                    f"tensor {shorten_repr(name)} has shape {shorten_repr(entry['shape'])}, too"
+                    " large"
                 )
             start, end = (base + offset for offset in entry["data_offsets"])
             shape = tuple(entry["shape"])

@@ -198,7 +198,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
             limit = _LIMITS.get(key, _LARGEST_NUMBER)
             if isinstance(value, int) and "max_length" not in key and abs(value) > limit:
                 raise InputError(
-                    f"{path}: {key} is {shorten_repr(value)}, but must be at most {limit}; correct it"
+                    f"{path}: {key} is {shorten_repr(value)}, but must be at most {limit}; correct"
+                    " it"
                 )
     return config, hashlib.sha256(data).hexdigest()
 

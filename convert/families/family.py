@@ -126,9 +126,9 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
     list of strings.
     """
     stated: list[str] | None = config.get("architectures")
-    rule, fits = TYPES["texts"]
+    expected, fits = TYPES["texts"]
     if stated is not None and not fits(stated):
-        raise InputError(f"config.json: architectures must be {rule}, not {stated!r}")
+        raise InputError(f"config.json: architectures must be {expected}, not {stated!r}")
     return stated
 
 

@@ -88,8 +88,8 @@ def _check_count_limit(what: str, count: int) -> int:
     """``count``, if it is small enough to list that many tensors. Raises InputError otherwise."""
     if count > _MOST_LISTED:
         raise InputError(
-            f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that config.json"
-            " is of this model"
+            f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that"
+            " config.json is of this model"
         )
     return count
 

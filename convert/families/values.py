@@ -138,7 +138,7 @@ class ConfigValues:
         """
         key = self.family.config[name]
         spelling, value = self.find_config_key(name)
-        rule, fits = TYPES[key.type]
+        expected, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads
         # it as its default.
         if value is ABSENT and key.default is not ABSENT:
@@ -150,7 +150,7 @@ class ConfigValues:
         if not fits(value):
             found = "missing" if value is ABSENT else repr(value)
             raise InputError(
-                f"config.json: {spelling} must be {rule} for model_type"
+                f"config.json: {spelling} must be {expected} for model_type"
                 f" {self.family.model_type!r}, but it is {found}"
             )
         if key.per_layer and len(value) != (

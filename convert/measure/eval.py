@@ -168,8 +168,11 @@ def draw_evaluation_inputs(
     lengths = sorted(request.lengths or {min(length, context) for length in _LENGTHS})
     for length in lengths:
         if not _SHORTEST <= length <= context:
-            rule = f"must be {_SHORTEST} to {context}, the positions supported by {source.origin}"
-            raise option_error("lengths", length, rule)
+            raise option_error(
+                "lengths",
+                length,
+                f"must be {_SHORTEST} to {context}, the positions supported by {source.origin}",
+            )
     # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int64)
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
@@ -327,9 +330,11 @@ def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Sco
             bootstrap_iters=0,
         )
     except (KeyError, ValueError, AttributeError, OSError, yaml.YAMLError) as error:
-        names = ",".join(request.harness_tasks)
-        rule = f": lm-evaluation-harness rejected them: {summarize_error(error)[:300]}"
-        raise option_error("tasks", names, rule) from error
+        raise option_error(
+            "tasks",
+            ",".join(request.harness_tasks),
+            f": lm-evaluation-harness rejected them: {summarize_error(error)[:300]}",
+        ) from error
     scores = defaultdict(list)
     for task, documents in results["samples"].items():
         for document in documents:

@@ -183,8 +183,10 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
     kind = get_source_type(config)
     block = config.get(BLOCK)
     if kind not in SOURCES or not isinstance(block, Mapping):
-        rule = f"is unknown to kvfold, or the object {BLOCK!r} is missing; convert the source again"
-        raise InputError(f"config.json: model_type {config['model_type']!r} {rule}")
+        raise InputError(
+            f"config.json: model_type {config['model_type']!r} is unknown to kvfold, or the object"
+            f" {BLOCK!r} is missing; convert the source again"
+        )
     source = Model(load_family(kind), {**config, "model_type": kind}).with_stored_names(
         checkpoint.tensors
     )

@@ -157,7 +157,7 @@ class Sweep:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """The sweep as JSON values; ``smallest`` is the smallest target within the limit, or None."""
+        """The sweep as JSON values; ``smallest``: the smallest target within the limit, or None."""
         targets = [
             {
                 "target": row.target,

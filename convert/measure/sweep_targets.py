@@ -55,7 +55,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
 
 
 def format_target(options: TargetOptions) -> str:
-    """The target with these conversion options in the notation of ``--targets``, such as ``gqa:4``."""
+    """The target of these conversion options as ``--targets`` names it, such as ``gqa:4``."""
     kind, *sizes = options.values()
     return f"{kind}:{'+'.join(map(str, sizes))}".rstrip(":")
 

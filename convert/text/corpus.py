@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BUILT_IN = "the built-in standard-library text"
 _ROWS_SUFFIX = ".jsonl"  # a file of rows; every other file is one document of plain text
 _ROW = "each row must be an object with a string `text` or a list `messages`"
-_KINDS = (
+_ACCEPTED_TEXTS = (
     "give a text file (UTF-8), a .jsonl file or, with pip install 'kvfold[data]', the name of a"
     " dataset"
 )
@@ -96,8 +96,12 @@ class Corpus:
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
-            reason = f"not a file, and loading it as a dataset failed ({summarize_error(error)})"
-            raise option_error(self.option, spec, f": {reason}; {_KINDS}") from error
+            raise option_error(
+                self.option,
+                spec,
+                ": not a file, and loading it as a dataset failed"
+                f" ({summarize_error(error)}); {_ACCEPTED_TEXTS}",
+            ) from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
             yield self._parse_row(row, f"{spec}, row {number}")
 
@@ -249,21 +253,21 @@ def check_text_sources(names: Iterable[str], option: str = "calibration") -> Non
         if option == "calibration":
             name, _ = parse_text_share(name)
         path = Path(name)
-        fault = None
+        obstacle = None
         try:
             if path.is_file():
                 with path.open("rb") as file:
                     beginning = file.read(_SNIFFED)
                 if not beginning or b"\0" in beginning or path.suffix == ".json":
-                    fault = "the file is empty, or not plain text"
+                    obstacle = "the file is empty, or not plain text"
             elif name != SELF and (
                 path.suffix in (".txt", _ROWS_SUFFIX) or not find_spec("datasets")
             ):
-                fault = "no such file or dataset"
+                obstacle = "no such file or dataset"
         except OSError as error:  # also for too long a name
-            fault = f"cannot be read ({error.strerror})"
-        if fault is not None:
-            raise option_error(option, name, f": {fault}; {_KINDS}")
+            obstacle = f"cannot be read ({error.strerror})"
+        if obstacle is not None:
+            raise option_error(option, name, f": {obstacle}; {_ACCEPTED_TEXTS}")
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
@@ -271,8 +275,12 @@ def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
     means any number.
     """
     if positions and seq_len > positions:
-        exceeded = f"exceeds the {positions} positions supported by the model {model}"
-        raise option_error("seq_len", seq_len, f"{exceeded}; use at most --seq-len {positions}")
+        raise option_error(
+            "seq_len",
+            seq_len,
+            f"exceeds the {positions} positions supported by the model {model}; use at most"
+            f" --seq-len {positions}",
+        )
 
 
 def draw_permutation(count: int, seed: int) -> "Tensor":

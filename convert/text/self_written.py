@@ -61,8 +61,12 @@ def find_turn_tokens(tokenizer: Any, model: str) -> ChatTurnTokens:
             return ChatTurnTokens(tokens[0])
     if tokenizer.bos_token_id is not None:
         return ChatTurnTokens([int(tokenizer.bos_token_id)])
-    lacks = f"{model} has neither a chat template nor a BOS token to sample from"
-    raise option_error("calibration", "self", f": {lacks}; use --calibration FILE")
+    raise option_error(
+        "calibration",
+        "self",
+        f": {model} has neither a chat template nor a BOS token to sample from; use --calibration"
+        " FILE",
+    )
 
 
 @torch.no_grad()

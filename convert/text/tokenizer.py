@@ -36,16 +36,16 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     except Exception as error:
         # It reads config.json first: a bad one is not the tokenizer's fault.
         build_empty_model(checkpoint.config, torch.float32)
-        reason = (
+        cause_and_fix = (
             f"it cannot be loaded ({summarize_error(error)[:200]}); put the tokenizer files into"
             " the folder"
         )
         if not trust_remote_code and "trust_remote_code" in str(error):
-            reason = (
+            cause_and_fix = (
                 "it runs code from the checkpoint; review the code, then pass --trust-remote-code"
             )
         raise InputError(
-            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}"
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {cause_and_fix}"
         ) from error
 
 
@@ -96,14 +96,16 @@ def check_teacher_tokenizer(
     """
     size = load_config(teacher, trust_remote_code).vocab_size
     fewest = load_config(student, trust_remote_code).vocab_size
-    fault = None
+    mismatch = None
     if size < fewest:
-        fault = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
+        mismatch = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
     other = load_tokenizer(teacher, trust_remote_code, "a teacher")
     if other.get_vocab() != tokenizer.get_vocab():
-        fault = f"its tokenizer differs from that of {student.origin}"
-    if fault is not None:
-        raise option_error("teacher", teacher.origin, f": {fault}; use a model of the same family")
+        mismatch = f"its tokenizer differs from that of {student.origin}"
+    if mismatch is not None:
+        raise option_error(
+            "teacher", teacher.origin, f": {mismatch}; use a model of the same family"
+        )
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:

@@ -196,8 +196,7 @@ def _read_windows(
 ) -> tuple[Tensor, Tensor]:
     """Windows of ``seq_len`` tokens, ``[n, T]``, int32, and the index of the document of each,
     ``[n]``. Text is read until it yields ``wanted`` windows or ends; a window packed from several
-    documents has an index of its own. Raises InputError with ``advice`` if there are fewer than
-    ``needed``.
+    documents has an index of its own.
 
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """
@@ -205,8 +204,11 @@ def _read_windows(
     prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int32)
     length = seq_len - len(prefix)
     if length < 1:
-        rule = f"must exceed {len(prefix)}, the special tokens that begin every sequence; raise it"
-        raise option_error("seq_len", seq_len, rule)
+        raise option_error(
+            "seq_len",
+            seq_len,
+            f"must exceed {len(prefix)}, the special tokens that begin every sequence; raise it",
+        )
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or
     # nothing is left.
     limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)

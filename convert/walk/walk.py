@@ -158,15 +158,15 @@ class Student:
     tensors of the converted checkpoint, rounded to the dtype in which they will be stored, and read
     back through the same weight map and the same stock module that will load the finished files::
 
-        transform -> output.encode_layer -> Student.set_layer_tensors -> read(name), rounded -> WeightMap -> stock
-        module -> error, loss
+        transform -> output.encode_layer -> Student.set_layer_tensors
+        -> read(name), rounded -> WeightMap -> stock module -> error, loss
 
     So every error, drift and loss in a walk is that of the written checkpoint, and refinement
     trains the stored weights.
 
     ``output`` describes the converted checkpoint. Copied tensors are read from the source, computed
-    tensors are the last ones passed to ``set_layer_tensors``; all are rounded to the stored ``dtypes``. Copied
-    tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
+    tensors are the last ones passed to ``set_layer_tensors``; all are rounded to the stored
+    ``dtypes``. Copied tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
     will store another dtype.
     """
 
