@@ -78,11 +78,11 @@ def _convert_to_all_targets(folder: Path) -> list[dict[str, Any]]:
     for name, options in TARGETS.items():
         click.echo(f"kvfold convert MODEL {name} {' '.join(format_argv(options))}", err=True)
         request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
-        output = convert_checkpoint(request).plan.output
-        label = f"{output.kind}, {request.resolved_method}"
+        plan = convert_checkpoint(request).plan
+        label = f"{plan.output.kind}, {request.resolved_method}"
         if request.layout:
             label += f", layout {request.layout}"
-        measured.append((label, output.cache_elements, folder / name))
+        measured.append((label, plan.result.count_cache_elements(), folder / name))
     return [
         {
             "target": target,

@@ -35,10 +35,10 @@ from kvfold.convert.targets.engines import (
     describe_mla,
     list_engine_support,
 )
-from kvfold.convert.targets.mla.layout import plan_stock_mla
+from kvfold.convert.targets.mla.layout import plan_mla_output
 from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_mla_problems
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
-from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold, plan_own_mla
+from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
@@ -144,14 +144,11 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
     """Plan a conversion to MLA with the ranks and the layout of ``spec``."""
     dtype = None if request.dtype == "auto" else request.dtype
     reads = [model.list_attention_tensors(layer) for layer in range(model.geometry.layers)]
-    output: OutputCheckpoint
-    if spec.layout == "kvfold":
-        output = plan_own_mla(model, checkpoint, spec, dtype)
-    else:
-        output = plan_stock_mla(model, checkpoint, spec, dtype)
-        # It stores gate and up separately, so a tensor that combines both is split.
+    if spec.layout != "kvfold":
+        # Stock classes store gate and up separately, so a tensor that combines both is split.
         for layer, names in enumerate(reads):
             reads[layer] = names + model.names_by_role.get(("gate_up", layer), ())
+    output = plan_mla_output(model, checkpoint, spec, dtype)
     return _build_plan(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
 
 

@@ -44,7 +44,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
         "attention": {"from": plan.source_kind, "to": plan.output.kind},
         "cache_elements": {
             "from": plan.cache_elements,
-            "to": plan.output.cache_elements,
+            "to": plan.result.count_cache_elements(),
         },
         "engines": [asdict(verdict) for verdict in plan.engines],
         **measured,

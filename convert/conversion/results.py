@@ -52,7 +52,7 @@ class Conversion:
     @property
     def cache_elements(self) -> Change:
         """The KV-cache elements per token per layer before and after the conversion."""
-        return Change(self.plan.cache_elements, self.plan.output.cache_elements)
+        return Change(self.plan.cache_elements, self.plan.result.count_cache_elements())
 
     @property
     def verdict(self) -> str | None:

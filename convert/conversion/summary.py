@@ -85,7 +85,7 @@ def describe_cache(plan: Plan) -> str:
     saving in percent.
     """
     before = plan.cache_elements
-    after = plan.output.cache_elements
+    after = plan.result.count_cache_elements()
     return f"{before} -> {after} elements per token per layer, {format_cache_saving(before, after)}"
 
 

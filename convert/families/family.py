@@ -108,7 +108,7 @@ def list_supported_model_types() -> tuple[str, ...]:
     multimodal models.
     """
     names = {path.stem for path in _FOLDER.glob("*.json")}
-    return tuple(sorted(names - {"wrappers", *INNER}))
+    return tuple(sorted(names - {"wrappers", "roles", *INNER}))
 
 
 @cache
@@ -141,9 +141,13 @@ def find_family(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     inner = find_text_type(config)
     if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
-        raise InputError(
-            f"config.json: model_type {model_type!r} is {_explain_unsupported(config)}"
-        )
+        reason = f"not a supported causal language model or wrapper around one; {_LISTED}"
+        if model_type.startswith("kvfold_") or config.get("kv_lora_rank"):
+            reason = (
+                "output of kvfold in layout kvfold or an MLA model already, which cannot be"
+                " converted again; convert the model that it was made from instead"
+            )
+        raise InputError(f"config.json: model_type {model_type!r} is {reason}")
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]
     if inner is not None:
@@ -163,20 +167,3 @@ def find_family(config: Mapping[str, Any]) -> Family:
                 f" supported only with {needed!r}"
             )
     return family
-
-
-def _explain_unsupported(config: Mapping[str, Any]) -> str:
-    """Why the model type of ``config`` is not supported and what to do, as a phrase that follows
-    "is".
-    """
-    if str(config.get("model_type")).startswith("kvfold_"):
-        return (
-            "output of kvfold in layout kvfold, which cannot be converted again; convert its source"
-            " instead"
-        )
-    if config.get("kv_lora_rank"):
-        return (
-            "an MLA model already, which cannot be converted again; convert the model that it was"
-            " made from instead"
-        )
-    return f"not a supported causal language model or wrapper around one; {_LISTED}"

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import ContextRange
 from kvfold.convert.families.schema import ROLES, AttentionSchema, QueryKeyNorm, Role
-from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
 Read = Callable[[str], Tensor]
+_SUFFIXES = {"weight": "", "bias": "_bias"}  # of the fields of AttentionWeights
 
 
 def make_layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
@@ -39,35 +39,30 @@ def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWei
     attention = model.family.attention
     module = attention.format_module_name(layer)
 
-    def load_transposed(name: str) -> Tensor:
+    def load(name: str) -> Tensor:
         """The attention module's tensor ``name``, ``[outputs, inputs]`` if it is a weight."""
         return _transpose_conv1d(attention, read(f"{module}.{name}"))
 
-    output = load_transposed(f"{attention.o}.weight")
+    output = load(f"{attention.o}.weight")
     tensors: dict[str, Any] = {"o": output.reshape(size.model_dim, size.heads, size.head_dim)}
-    heads = (-1, size.head_dim)
-    kinds = {"weight": "", "bias": "_bias"} if "q" in model.biased else {"weight": ""}
-    for kind, suffix in kinds.items():
-        if attention.qkv is None:
-            names = (attention.q, attention.k, attention.v)
-            rows = [torch.unflatten(load_transposed(f"{name}.{kind}"), 0, heads) for name in names]
-        else:
-            fused = torch.unflatten(load_transposed(f"{attention.qkv}.{kind}"), 0, heads)
-            rows = _split_fused_heads(attention, fused, size.kv_heads)
-        tensors |= {f"{role}{suffix}": part for role, part in zip("qkv", rows, strict=True)}
+    for kind, suffix in _SUFFIXES.items():
+        if kind == "bias" and "q" not in model.biased:
+            continue
+        stored = [load(f"{name}.{kind}") for name in attention.qkv]
+        rows = [torch.unflatten(tensor, 0, (-1, size.head_dim)) for tensor in stored]
+        if len(rows) == 1:
+            rows = _split_fused_heads(attention, rows[0], size.kv_heads)
+        for role, heads in zip("qkv", rows, strict=True):
+            tensors[f"{role}{suffix}"] = heads
     if "o" in model.biased:
-        tensors["o_bias"] = load_transposed(f"{attention.o}.bias")
+        tensors["o_bias"] = load(f"{attention.o}.bias")
     if attention.sinks is not None:
-        tensors["sinks"] = load_transposed(attention.sinks)
-    norm = model.qk_norm
-    if norm is not None:
-        eps = float(evaluate_expression(norm.eps, model.values))
-        tensors["q_norm"] = _read_head_norm(
-            norm, "q", eps, (size.heads, size.head_dim), load_transposed
-        )
-        tensors["k_norm"] = _read_head_norm(
-            norm, "k", eps, (size.kv_heads, size.head_dim), load_transposed
-        )
+        tensors["sinks"] = load(attention.sinks)
+    if model.qk_norm is not None:
+        for role, count in (("q", size.heads), ("k", size.kv_heads)):
+            tensors[f"{role}_norm"] = _read_head_norm(
+                model.qk_norm, role, (count, size.head_dim), load
+            )
     return _reorder_rotary_dims(model, AttentionWeights(**tensors), (-1, 2))
 
 
@@ -83,23 +78,21 @@ def make_stored_tensors(
     """
     attention = model.family.attention
     stored = _reorder_rotary_dims(model, weights, (2, -1))
-    tensors: dict[str, Tensor | None] = {
-        **_join_projection_heads(attention, "weight", stored.q, stored.k, stored.v),
-        f"{attention.o}.weight": stored.o.flatten(1),
-        f"{attention.o}.bias": stored.o_bias,
-    }
-    if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
-        tensors |= _join_projection_heads(
-            attention, "bias", stored.q_bias, stored.k_bias, stored.v_bias
-        )
+    tensors: dict[str, Tensor | None] = {}
+    for kind, suffix in _SUFFIXES.items():
+        rows = [getattr(stored, f"{role}{suffix}") for role in "qkv"]
+        if rows[0] is not None:
+            joined = _join_projection_heads(attention, *rows)
+            tensors |= {f"{name}.{kind}": heads.flatten(0, 1) for name, heads in joined.items()}
+    tensors[f"{attention.o}.weight"] = stored.o.flatten(1)
+    tensors[f"{attention.o}.bias"] = stored.o_bias
     if attention.sinks is not None:
         tensors[attention.sinks] = stored.sinks
-    norm = model.qk_norm
-    # The values of a norm that is not written may not have been read.
-    if norm is not None and stored.q_norm is not None and "q" in roles:
-        tensors |= _make_norm_tensors(norm, "q", stored.q_norm)
-    if norm is not None and stored.k_norm is not None and "k" in roles:
-        tensors |= _make_norm_tensors(norm, "k", stored.k_norm)
+    for role in roles:
+        norm = getattr(stored, f"{role}_norm", None)
+        # The values of a norm that is not written may not have been read.
+        if model.qk_norm is not None and norm is not None:
+            tensors |= _make_norm_tensors(model.qk_norm, role, norm)
     result = {}
     for suffix, tensor in tensors.items():
         name = f"{attention.format_module_name(layer)}.{suffix}"
@@ -120,19 +113,16 @@ def _split_fused_heads(attention: AttentionSchema, fused: Tensor, kv_heads: int)
 
 
 def _join_projection_heads(
-    attention: AttentionSchema, kind: str, q: Tensor, k: Tensor, v: Tensor
+    attention: AttentionSchema, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Tensor]:
-    """The stored tensors that contain the heads of queries, keys and values, by their names in the
-    attention module; fused if the class fuses them.
-    """
-    if attention.qkv is None:
-        rows = {attention.q: q, attention.k: k, attention.v: v}
-        return {f"{name}.{kind}": heads.flatten(0, 1) for name, heads in rows.items()}
-    fused = torch.cat([q, k, v])
-    if attention.layout == "per_group":
+    """The heads of queries, keys and values by the names of the projections that store them."""
+    rows = [q, k, v]
+    if len(attention.qkv) == 1 and attention.layout == "per_group":
         groups = torch.unflatten(q, 0, (len(k), -1))
-        fused = torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)
-    return {f"{attention.qkv}.{kind}": fused.flatten(0, 1)}
+        rows = [torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)]
+    elif len(attention.qkv) == 1:
+        rows = [torch.cat(rows)]
+    return dict(zip(attention.qkv, rows, strict=True))
 
 
 def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
@@ -143,25 +133,20 @@ def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
     return tensor.T if attention.transposed and tensor.dim() == 2 else tensor
 
 
-def _read_head_norm(
-    norm: QueryKeyNorm, role: Role, eps: float, shape: tuple[int, int], load: Read
-) -> HeadNorm:
+def _read_head_norm(norm: QueryKeyNorm, role: str, shape: tuple[int, int], load: Read) -> HeadNorm:
     """The norm on the queries (``role`` q) or keys (k), with its weight repeated for every head.
     ``shape`` is (heads, head dim).
     """
     heads, dim = shape
-
-    def read_norm_rows(kind: str) -> Tensor:
-        """The norm's stored ``weight`` or ``bias``, repeated to ``[heads, head dim]``."""
+    rows = {}
+    for kind in norm.kinds:
         stored = [load(f"{name}.{kind}").flatten() for name in norm.list_module_names(role, heads)]
         different = torch.cat(stored).view(-1, dim)
-        return different.repeat(heads // len(different), 1)
-
+        rows[kind] = different.repeat(heads // len(different), 1)
     return HeadNorm(
         kind=norm.kind,
-        weight=read_norm_rows("weight"),
-        bias=read_norm_rows("bias") if norm.bias else None,
-        eps=eps,
+        **rows,
+        eps=norm.eps,
         offset=norm.offset,
         extent="flat" if norm.extent == "flat" else "head",
         shared=norm.extent == "shared",
@@ -169,14 +154,13 @@ def _read_head_norm(
     )
 
 
-def _make_norm_tensors(norm: QueryKeyNorm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
+def _make_norm_tensors(norm: QueryKeyNorm, role: str, head_norm: HeadNorm) -> dict[str, Tensor]:
     """The tensors, by their names in the attention module, in which the class stores a query norm
     (``role`` q) or key norm (k).
     """
     tensors = {}
-    for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
-        if rows is None:
-            continue
+    for kind in norm.kinds:
+        rows = getattr(head_norm, kind)
         # A fold that gives heads different gains cannot be stored by this class: it must not be cut
         # down to one.
         if norm.extent == "shared" and not torch.equal(rows, rows[:1].expand_as(rows)):
@@ -209,10 +193,10 @@ def _reorder_rotary_dims(
         return rows[:, index.to(rows.device)]
 
     changes: dict[str, Any] = {}
-    for name in ("q", "k", "q_bias", "k_bias"):
-        rows = getattr(weights, name)
-        changes[name] = None if rows is None else reorder(rows)
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(weights, name)
-        changes[name] = None if norm is None else norm.map(reorder)
+    for name in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
+        value = getattr(weights, name)
+        if isinstance(value, HeadNorm):
+            changes[name] = value.map(reorder)
+        elif value is not None:
+            changes[name] = reorder(value)
     return replace(weights, **changes)

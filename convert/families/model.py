@@ -30,10 +30,10 @@ from kvfold.convert.families.rotary import (
 from kvfold.convert.families.schema import (
     ABSENT,
     ROLES,
-    BlockRole,
     BlockSchema,
     Expression,
     Family,
+    QueryKeyNorm,
     Role,
 )
 from kvfold.convert.families.values import ConfigValues, evaluate_expression, is_finite_number
@@ -78,20 +78,10 @@ class AttentionLayer:
     growth: float = 0.0
 
 
-# The most layers, and experts of a layer, that are listed one by one. A config with a billion of
-# them would otherwise take memory until the system ends the process, before anybody hears that
-# config and files do not belong together.
-_MOST_LISTED = 4096
-
-
-def _check_count_limit(what: str, count: int) -> int:
-    """``count``, if it is small enough to list that many tensors. Raises InputError otherwise."""
-    if count > _MOST_LISTED:
-        raise InputError(
-            f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that"
-            " config.json is of this model"
-        )
-    return count
+# The most experts of a layer that are listed one by one. A config with a billion of them would
+# otherwise take memory until the system ends the process, before anybody hears that config and
+# files do not belong together.
+_MOST_EXPERTS = 4096
 
 
 def _read_model_sizes(values: ConfigValues) -> ModelSizes:
@@ -111,7 +101,6 @@ def _read_model_sizes(values: ConfigValues) -> ModelSizes:
         for item in fields(ModelSizes)
         if item.name not in ("heads", "kv_heads", "rotary_dims")
     }
-    _check_count_limit("the number of layers", numbers["layers"])
     return ModelSizes(
         heads=heads, kv_heads=kv_heads, rotary_dims=count_rotary_dims(values), **numbers
     )
@@ -127,7 +116,7 @@ class StoredTensor:
     """
 
     name: str
-    roles: tuple[Role | BlockRole, ...]
+    roles: tuple[str, ...]
     layer: int | None
     shape: tuple[int, ...]
 
@@ -154,14 +143,17 @@ class Model:
         self.values = ConfigValues(family, config)
         self.geometry = _read_model_sizes(self.values)
         attention = family.attention
-        self.biased: tuple[Role, ...] = ()
-        if evaluate_expression(attention.qkv_bias, self.values):
-            self.biased += ("q", "k", "v")
-        if evaluate_expression(attention.o_bias, self.values):
-            self.biased += ("o",)
-        self.qk_norm = attention.norm
-        if attention.norm is not None and not evaluate_expression(attention.norm.when, self.values):
-            self.qk_norm = None
+        self.biased = tuple(
+            role
+            for role in ROLES
+            if evaluate_expression(
+                attention.o_bias if role == "o" else attention.qkv_bias, self.values
+            )
+        )
+        self.qk_norm: QueryKeyNorm | None = None
+        norm = attention.norm
+        if norm is not None and evaluate_expression(norm.when, self.values):
+            self.qk_norm = replace(norm, eps=float(evaluate_expression(norm.eps, self.values)))
 
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -192,7 +184,12 @@ class Model:
                 name = spec.name.replace("{layer}", str(layer))
                 shape = tuple(int(evaluate_expression(size, scope)) for size in spec.shape)
                 count = 1 if spec.each is None else int(evaluate_expression(spec.each, scope))
-                for expert in range(_check_count_limit("the number of experts", count)):
+                if count > _MOST_EXPERTS:
+                    raise InputError(
+                        f"config.json: the number of experts must be at most {_MOST_EXPERTS}, not"
+                        f" {count}; check that config.json is of this model"
+                    )
+                for expert in range(count):
                     expert_name = name.replace("{expert}", str(expert))
                     tensors[expert_name] = StoredTensor(expert_name, (role,), layer, shape)
         for layer in range(self.geometry.layers):
@@ -203,14 +200,14 @@ class Model:
         return tensors
 
     @cached_property
-    def names_by_role(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
+    def names_by_role(self) -> dict[tuple[str, int | None], tuple[str, ...]]:
         """The names of stored tensors by (role, layer); the layer is None for tensors outside the
         layers.
 
         Outside the attention, a role has one name, or one name per expert; a role that this config
         does not use is absent. The roles q, k, v and o have the names of weights, biases and norms.
         """
-        names: dict[tuple[Role | BlockRole, int | None], list[str]] = {}
+        names: dict[tuple[str, int | None], list[str]] = {}
         for tensor in self.tensors.values():
             for role in tensor.roles:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
@@ -333,22 +330,19 @@ class Model:
         """
         attention = self.family.attention
         size = self.geometry
-        queries = size.heads * size.head_dim
-        keys = size.kv_heads * size.head_dim
-        projections: tuple[tuple[str | None, tuple[Role, ...], int, int], ...] = (
-            (attention.q, ("q",), queries, size.model_dim),
-            (attention.k, ("k",), keys, size.model_dim),
-            (attention.v, ("v",), keys, size.model_dim),
-            (attention.qkv, ("q", "k", "v"), queries + 2 * keys, size.model_dim),
-            (attention.o, ("o",), size.model_dim, queries),
-        )
-        for name, roles, rows, columns in projections:
-            if name is None:
-                continue
-            shape = (columns, rows) if attention.transposed else (rows, columns)
-            yield f"{name}.weight", roles, shape
+        rows = {
+            "q": size.heads * size.head_dim,
+            "k": size.kv_heads * size.head_dim,
+            "v": size.kv_heads * size.head_dim,
+            "o": size.model_dim,
+        }
+        qkv = ROLES[:3]
+        groups = [qkv] if len(attention.qkv) == 1 else [(role,) for role in qkv]
+        for name, roles in zip((*attention.qkv, attention.o), (*groups, ROLES[3:]), strict=True):
+            shape = sum(rows[role] for role in roles), rows["q" if roles == ("o",) else "o"]
+            yield f"{name}.weight", roles, shape[::-1] if attention.transposed else shape
             if roles[0] in self.biased:
-                yield f"{name}.bias", roles, (rows,)
+                yield f"{name}.bias", roles, shape[:1]
         if attention.sinks is not None:
             yield attention.sinks, ("q",), (size.heads,)
         norm = self.qk_norm
@@ -358,7 +352,7 @@ class Model:
         for role, heads in sides:
             extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
             for name in norm.list_module_names(role, heads):
-                for kind in ("weight", "bias") if norm.bias else ("weight",):
+                for kind in norm.kinds:
                     yield f"{name}.{kind}", (role,), extents.get(norm.extent, (size.head_dim,))
 
 

@@ -51,9 +51,7 @@ def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) ->
         theta = (of_type.key and config.get(of_type.key)) or of_type.theta
     table.setdefault("rope_theta", theta)
     read_positive_number(table, "rope_theta")
-    kind = table.get("rope_type") or table.get("type") or "default"
-    if not isinstance(kind, str):
-        raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
+    kind = str(table.get("rope_type") or table.get("type") or "default")
     table["rope_type"] = rotary.renamed.get(kind, kind)
     if table["rope_type"] in ("llama3", "yarn", "longrope"):
         # The class's key wins over the table's.
@@ -159,10 +157,14 @@ def compute_frequencies(
             case "llama3":
                 return _scale_frequencies_llama3(table, theta), 1.0
             case "yarn":
-                return _scale_frequencies_yarn(table, theta, positions)
+                theta, amplitude = _scale_frequencies_yarn(table, theta, positions)
             case "longrope":
-                return _scale_frequencies_longrope(table, theta, positions, context)
-        raise ValueError("only default, linear, llama3, yarn and longrope are supported")
+                theta, amplitude = _scale_frequencies_longrope(table, theta, positions, context)
+            case _:
+                raise ValueError("only default, linear, llama3, yarn and longrope are supported")
+        if table.get("attention_factor") is not None:
+            amplitude = read_positive_number(table, "attention_factor")
+        return theta, amplitude
     # A quotient by 0, a number beyond float64, the logarithm of none.
     except (ArithmeticError, ValueError) as error:
         raise InputError(f"config.json: rope_type {kind!r} and its parameters: {error}") from None
@@ -207,8 +209,6 @@ def _scale_frequencies_yarn(table: Table, theta: list[float], positions: int) ->
     scaled = [
         angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)
     ]
-    if table.get("attention_factor") is not None:
-        return scaled, read_positive_number(table, "attention_factor")
     # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of
     # them on top.
     growth = 0.1 * math.log(max(factor, 1.0))
@@ -244,8 +244,6 @@ def _scale_frequencies_longrope(
         )
     factor, original = _compute_context_growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if table.get("attention_factor") is not None:
-        amplitude = read_positive_number(table, "attention_factor")
     chosen = zip(theta, divisors[context or "short"], strict=True)
     return [angle / divisor for angle, divisor in chosen], amplitude
 

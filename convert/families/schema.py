@@ -9,6 +9,9 @@ entry as a whole, and null removes it. A value that is not a section, such as th
 A field of type ``Expression`` is a JSON literal or a string such as ``num_key_value_heads *
 head_dim`` (``values.py`` defines the language). The string can use the config keys listed under
 ``config``, and also ``layer``, ``layer_type`` and ``sparse`` if it is evaluated per layer.
+
+The keys of ``tensors`` are roles of tensors outside the attention, which ``roles.json`` lists.
+Targets look tensors up by them, and a target refuses a family with a role that it has no place for.
 """
 
 import json
@@ -25,62 +28,6 @@ ABSENT: Any = object()  # "the file does not say", where null would mean somethi
 Role = Literal["q", "k", "v", "o"]
 ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
-# Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look
-# tensors up by them, and a target refuses a family with a role that it has no place for.
-BlockRole = Literal[
-    # of the whole model
-    "embedding",
-    "positions",
-    "project_in",
-    "project_out",
-    "head",
-    "head_bias",
-    "embedding_norm",
-    "embedding_norm_bias",
-    "final_norm",
-    "final_norm_bias",
-    # Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a
-    # parallel layer differ.
-    "attention_norm",
-    "attention_norm_bias",
-    "mlp_norm",
-    "mlp_norm_bias",
-    "attention_post_norm",
-    "mlp_post_norm",
-    "attention_own_norm",
-    "attention_own_norm_bias",
-    "mlp_own_norm",
-    "mlp_own_norm_bias",
-    # The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU
-    # (apertus).
-    "gate",
-    "up",
-    "gate_up",
-    "down",
-    "gate_bias",
-    "up_bias",
-    "down_bias",
-    "activation_positive",
-    "activation_negative",
-    "activation_beta",
-    "activation_eps",
-    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that
-    # every token takes.
-    "router",
-    "router_bias",
-    "expert_gate",
-    "expert_up",
-    "expert_down",
-    "experts_gate_up",
-    "experts_gate_up_bias",
-    "experts_down",
-    "experts_down_bias",
-    "shared_gate",
-    "shared_up",
-    "shared_down",
-    "shared_router",
-]
-
 
 @dataclass(frozen=True)
 class ConfigKey:
@@ -93,7 +40,6 @@ class ConfigKey:
     default: Any = ABSENT  # the value when the key is missing, as the stock class has it
     otherwise: Expression = ABSENT  # when the key is null, or missing without a default
     nullable: bool = False  # null means null
-    per_layer: bool = False  # a list with an entry for every layer
 
 
 @dataclass(frozen=True)
@@ -136,7 +82,12 @@ class QueryKeyNorm:
     when: Expression = True
     after_rotary: bool = False
 
-    def list_module_names(self, role: Role, heads: int) -> list[str]:
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The tensors of a norm: its weight, and its bias if it has one."""
+        return ("weight", "bias") if self.bias else ("weight",)
+
+    def list_module_names(self, role: str, heads: int) -> list[str]:
         """The names of the modules of the query norm (``role`` q) or key norm (k) within the
         attention module; one per head if each head has its own.
         """
@@ -151,8 +102,9 @@ class AttentionSchema:
     """How a family computes a layer's attention and stores its tensors; names are relative to
     ``module``, which contains ``{layer}``.
 
-    ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or
-    interleaved in one by group (the queries that share a key, the key, its value). ``transposed``:
+    ``qkv``: the projections of queries, keys and values, three or one for all. ``layout``: in one
+    projection they are concatenated or interleaved by group (the queries that share a key, the key,
+    its value). ``transposed``:
     weights are ``[inputs, outputs]``, as in the Conv1D of GPT-2. ``sinks``: the tensor with one
     score per query head for an extra key whose value is zero (gpt-oss). ``alibi``: the model adds
     linear distance biases to the scores (ALiBi). ``shown``: the stock class calls transformers'
@@ -161,15 +113,12 @@ class AttentionSchema:
     """
 
     module: str
-    layout: Literal["separate", "concatenated", "per_group"]
+    qkv: tuple[str, ...]
     o: str
     qkv_bias: Expression
     o_bias: Expression
     scale: Expression  # what multiplies q . k
-    q: str | None = None
-    k: str | None = None
-    v: str | None = None
-    qkv: str | None = None
+    layout: Literal["concatenated", "per_group"] = "concatenated"
     norm: QueryKeyNorm | None = None
     sinks: str | None = None
     layer_type: Expression = None
@@ -267,17 +216,9 @@ class TensorSpec:
     """
 
     name: str
-    shape: tuple[Expression, ...]
+    shape: tuple[Expression, ...] = ()
     when: Expression = True
     each: Expression = None
-
-
-@dataclass(frozen=True)
-class IgnoredTensor:
-    """A tensor that some published files contain although the model's class ignores it."""
-
-    name: str
-    when: Expression = True
 
 
 @dataclass(frozen=True)
@@ -288,7 +229,8 @@ class Family:
     the class names of the stock config and base model, if it differs from ``architecture``
     (``Gemma3Text``). ``prefix``: the first part of all tensor names except the head's, which some
     published files omit. ``requires``: config keys that must be missing, null or equal to the given
-    value.
+    value. ``tolerated``: tensors of any shape that some published files contain although the class
+    ignores them.
     """
 
     model_type: str
@@ -298,8 +240,8 @@ class Family:
     attention: AttentionSchema
     rotary: RopeSchema
     block: BlockSchema
-    tensors: Mapping[BlockRole, TensorSpec]
-    tolerated: tuple[IgnoredTensor, ...]
+    tensors: Mapping[str, TensorSpec]
+    tolerated: tuple[TensorSpec, ...]
     also: tuple[str, ...] = ()
     stem: str = ""
     prefix: str = ""

@@ -39,8 +39,8 @@ def evaluate_expression(expression: Any, scope: "ConfigValues | Mapping[str, Any
     unchanged.
 
     Raises ``InputError`` if the values of a config do not allow it (a division by zero, arithmetic
-    with text), ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an
-    unknown name.
+    with text, a list with too few entries), ``ValueError`` for syntax not allowed in family files,
+    and ``NameError`` for an unknown name.
     """
     if not isinstance(expression, str):
         return expression
@@ -49,7 +49,7 @@ def evaluate_expression(expression: Any, scope: "ConfigValues | Mapping[str, Any
         # Safe: _compile_expression lets neither calls nor attributes through, and there are no
         # builtins.
         return eval(code, {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
-    except (ArithmeticError, TypeError) as error:
+    except (ArithmeticError, IndexError, TypeError) as error:
         raise InputError(
             f"config.json: {expression} cannot be computed ({error}); correct these keys"
         ) from None
@@ -106,8 +106,6 @@ class ConfigValues:
     family: Family
     config: Mapping[str, Any]
     names: Mapping[str, Any] = field(default_factory=dict)
-    # Shared by all copies with other names: the value of a key does not depend on the layer.
-    _read: dict[str, Any] = field(default_factory=dict)
 
     def find_config_key(self, name: str) -> tuple[str, Any]:
         """The key and value in the config for ``name``, which may be an alias; the value is ABSENT
@@ -128,14 +126,6 @@ class ConfigValues:
         """
         if name in self.names:
             return self.names[name]
-        if name not in self._read:
-            self._read[name] = self._read_config_value(name)
-        return self._read[name]
-
-    def _read_config_value(self, name: str) -> Any:
-        """The value of ``name`` with its type checked, or its default. Raises InputError if it is
-        required and missing, or has the wrong type.
-        """
         key = self.family.config[name]
         spelling, value = self.find_config_key(name)
         expected, fits = TYPES[key.type]
@@ -152,12 +142,5 @@ class ConfigValues:
             raise InputError(
                 f"config.json: {spelling} must be {expected} for model_type"
                 f" {self.family.model_type!r}, but it is {found}"
-            )
-        if key.per_layer and len(value) != (
-            layers := evaluate_expression(self.family.sizes.layers, self)
-        ):
-            raise InputError(
-                f"config.json: {spelling} must have {layers} entries, one per layer, not"
-                f" {len(value)}"
             )
         return value

@@ -301,7 +301,7 @@ def _fit_and_measure_targets(
             target=student.target,
             request=request,
             kind=student.plan.output.kind,
-            cache_elements=student.plan.output.cache_elements,
+            cache_elements=student.plan.result.count_cache_elements(),
             measured=student.walk.measure_drift(),
             seconds=student.seconds,
         )

@@ -118,10 +118,16 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
     for name, engine in _ENGINES.items():
         row = next(row for row in engine["answers"] if evaluate_expression(row["when"], scope))
         serves = row["answer"] != "no"
-        cache = cached if serves else None
-        how = row["note"].format(**scope)
-        ran = row["answer"] == "ran"
-        result.append(EngineSupport(name, engine["version"], serves, cache, how, ran))
+        result.append(
+            EngineSupport(
+                engine=name,
+                version=engine["version"],
+                serves=serves,
+                cache=cached if serves else None,
+                how=row["note"].format(**scope),
+                ran=row["answer"] == "ran",
+            )
+        )
     return result
 
 
@@ -130,9 +136,8 @@ def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
     key/value heads; without ``kv_heads``, of the model as it is.
     """
     size = model.geometry
-    own = needs_own_code(model)
     return ServedModel(
-        "own" if own else "fold",
+        "own" if needs_own_code(model) else "fold",
         size.layers,
         size.heads,
         kv_heads or size.kv_heads,

@@ -2,8 +2,10 @@
 read.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
@@ -25,9 +27,6 @@ class OutputCheckpoint:
     kind: its attention, such as ``GQA-8`` or ``MLA 512+64``
     config: the content of config.json; empty for MLA before `with_frequencies`
     tensors: all tensors in file order
-    computed: for each layer, the names of the tensors that the transform computes; all others are
-        copied from the source
-    cache_elements: KV-cache elements per token per layer
     code: the module whose file is included in the checkpoint, or None if transformers' own classes
         can load it
     """
@@ -35,9 +34,20 @@ class OutputCheckpoint:
     kind: str
     config: dict[str, Any]
     tensors: tuple[OutputTensor, ...]
-    computed: tuple[tuple[str, ...], ...]
-    cache_elements: int
     code: str | None = None
+
+    @cached_property
+    def computed(self) -> list[list[str]]:
+        """For each layer, the names of the tensors that the transform computes; all others are
+        copied from the source.
+        """
+        layers: dict[int, list[str]] = {}
+        for tensor in self.tensors:
+            # The first number in the name of a tensor of the attention is its layer.
+            number = re.search(r"\.(\d+)\.", tensor.name)
+            if tensor.source is None and number is not None:
+                layers.setdefault(int(number[1]), []).append(tensor.name)
+        return [layers[layer] for layer in sorted(layers)]
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         """Return the output tensors of ``layer`` that are computed, by their stored names, from its

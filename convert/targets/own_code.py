@@ -11,8 +11,8 @@ which has norms on queries and keys if the source has them.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import set_config_dtype
@@ -21,7 +21,6 @@ from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate_expression
-from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_attention_shapes
 from kvfold.convert.targets.output_checkpoint import (
     OutputCheckpoint,
     choose_computed_dtype,
@@ -29,7 +28,6 @@ from kvfold.convert.targets.output_checkpoint import (
 )
 from kvfold.convert.targets.same_family import (
     FoldCheckpoint,
-    count_cache_elements,
     format_attention_label,
 )
 
@@ -75,94 +73,17 @@ def plan_own_fold(
         **({} if clip is None else {"clip": clip}),
     }
     target = make_grouped_model(source, kv_heads)
-    names = tuple(target.list_attention_tensors(layer) for layer in range(target.geometry.layers))
-    shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
+    shapes = [
+        {name: target.tensors[name].shape for name in target.list_attention_tensors(layer)}
+        for layer in range(target.geometry.layers)
+    ]
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
         config=build_own_config(source, checkpoint, facts, dtype),
-        tensors=_plan_output_tensors(source, checkpoint, shapes, dtype),
-        computed=names,
-        cache_elements=count_cache_elements(target.geometry),
+        tensors=plan_own_tensors(source, checkpoint, shapes, dtype),
         code=CODE,
         model=target,
         roles=ROLES,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnMlaCheckpoint(OutputCheckpoint):
-    """The planned checkpoint of a model converted to MLA in layout ``kvfold``, with the ranks of
-    ``spec``.
-    """
-
-    model: Model
-    spec: MlaSpec
-    checkpoint: Checkpoint
-    dtype: str | None
-
-    def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
-        """Return the stored attention tensors of ``layer`` by name, from its converted MLA
-        ``weights``.
-        """
-        from kvfold.convert.targets.mla.encode import encode_own_mla  # needs torch, a plan does not
-
-        module = self.model.family.attention.format_module_name(layer)
-        return encode_own_mla(
-            weights, list_attention_shapes(self.model, self.spec, module), self.spec
-        )
-
-    def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
-        """Return this checkpoint with its config.json, which lists each layer's rotary frequencies
-        ``theta [layers][P/2]`` in radians per position.
-        """
-        source = self.model
-        norm = source.qk_norm
-        facts: dict[str, Any] = {
-            "variant": "latent" if norm is None else "normed_latent",
-            "kv_rank": self.spec.kv_rank,
-            "rope_dim": self.spec.rope_dim,
-            "qkv_bias": "q" in source.biased,
-            "o_bias": True,  # constant values are in it
-        }
-        if norm is not None:
-            facts["kv_heads"] = source.geometry.kv_heads
-            # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
-            facts["norm"] = {
-                "kind": norm.kind,
-                "flat": norm.extent == "flat",
-                "eps": float(evaluate_expression(norm.eps, source.values)),
-                "offset": norm.offset,
-            }
-        config = build_own_config(source, self.checkpoint, facts, self.dtype, theta)
-        return replace(self, config=config)
-
-
-def plan_own_mla(
-    source: Model,
-    checkpoint: Checkpoint,
-    spec: MlaSpec,
-    dtype: str | None,
-) -> OutputCheckpoint:
-    """Plan the checkpoint of ``source`` converted to MLA in layout ``kvfold``, stored as
-    ``dtype``.
-
-    The cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
-    `count_cached_divisors` (divisors of norms) if the source normalizes queries and keys.
-    """
-    divisors = count_cached_divisors(source, spec)
-    modules = map(source.family.attention.format_module_name, range(source.geometry.layers))
-    shapes = [list_attention_shapes(source, spec, module) for module in modules]
-    return OwnMlaCheckpoint(
-        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
-        config={},
-        tensors=_plan_output_tensors(source, checkpoint, shapes, dtype),
-        computed=tuple(tuple(layer) for layer in shapes),
-        cache_elements=spec.kv_rank + spec.rope_dim + divisors,
-        code=CODE,
-        model=source,
-        spec=spec,
-        checkpoint=checkpoint,
-        dtype=dtype,
     )
 
 
@@ -182,13 +103,6 @@ def build_own_config(
     size = source.geometry
     file = CODE.rpartition(".")[2]
     attention_class, classes = family.stock_classes
-    columns: dict[str, list[Any]] = {
-        "scale": [layer.scale for layer in source.layers],
-        "sliding_window": [layer.window for layer in source.layers],
-        "softcap": [layer.softcap for layer in source.layers],
-    }
-    if theta:
-        columns["frequencies"] = [list(row) for row in theta]
     block = {
         **facts,
         "replaces": attention_class,
@@ -199,15 +113,20 @@ def build_own_config(
         "output_dropout": evaluate_expression(family.attention.output_dropout, source.values),
     }
     # Facts that all layers share stand once, so that configs of uniform models stay short.
-    layers: list[dict[str, Any]] = [{} for _ in range(size.layers)]
-    for name, values in columns.items():
-        if values.count(values[0]) < size.layers:
-            for layer, value in zip(layers, values, strict=True):
-                layer[name] = value
-        elif values[0] is not None:
-            block[name] = values[0]
-    if layers[0]:
-        block["layers"] = layers
+    rows: list[dict[str, Any]] = [
+        {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
+        for layer in source.layers
+    ]
+    for row, frequencies in zip(rows, theta, strict=False):  # none unless they may differ
+        row["frequencies"] = list(frequencies)
+    shared = {name for name, value in rows[0].items() if all(row[name] == value for row in rows)}
+    block |= {
+        name: value for name, value in rows[0].items() if name in shared and value is not None
+    }
+    if len(shared) < len(rows[0]):
+        block["layers"] = [
+            {name: value for name, value in row.items() if name not in shared} for row in rows
+        ]
     # Auto classes of the source that its config names keep their heads; most checkpoints name one.
     stated = checkpoint.config.get("architectures") or ()
     stated = [name for name in stated if name in classes.values()]
@@ -226,17 +145,17 @@ def make_grouped_model(source: Model, kv_heads: int) -> Model:
     query, key, value and output projections, as layout ``kvfold`` stores them.
     """
     family = source.family
-    names: dict[str, Any] = {role: f"{role}_proj" for role in ROLES}
+    *qkv, o = [f"{role}_proj" for role in ROLES]
     family = replace(
         family,
         sizes=replace(family.sizes, own_kv_heads=kv_heads),
-        attention=replace(family.attention, layout="separate", qkv=None, transposed=False, **names),
+        attention=replace(family.attention, qkv=tuple(qkv), o=o, transposed=False),
         rotary=replace(family.rotary, style="half"),
     )
     return Model(family, source.config, source.tower)
 
 
-def _plan_output_tensors(
+def plan_own_tensors(
     source: Model,
     checkpoint: Checkpoint,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],

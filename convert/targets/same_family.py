@@ -57,23 +57,19 @@ def plan_stock_fold(
     config = {**checkpoint.config, **changes}
     if dtype is not None:
         config = set_config_dtype(config, dtype)
-    layers = tuple(
-        target.list_attention_tensors(layer, roles) for layer in range(target.geometry.layers)
-    )
-    computed = {name for names in layers for name in names}
     tensors = []
     for name, info in checkpoint.tensors.items():
-        if name in source.tensors and name not in target.tensors:
+        tensor = target.tensors.get(name)
+        if tensor is None and name in source.tensors:
             continue  # the norm of a key head that is gone, where each head has a tensor
-        shape = target.tensors[name].shape if name in target.tensors else info.shape
-        origin = None if name in computed else name
-        tensors.append(OutputTensor(name, choose_output_dtype(info.dtype, dtype), shape, origin))
+        shape = info.shape if tensor is None else tensor.shape
+        copied = tensor is None or set(roles).isdisjoint(tensor.roles)
+        dtype_name = choose_output_dtype(info.dtype, dtype)
+        tensors.append(OutputTensor(name, dtype_name, shape, name if copied else None))
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
         config=config,
         tensors=tuple(tensors),
-        computed=layers,
-        cache_elements=count_cache_elements(target.geometry),
         model=target,
         roles=roles,
     )

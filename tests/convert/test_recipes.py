@@ -62,7 +62,7 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
         name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True
     )
     plan = convert_checkpoint(request).plan
-    assert (plan.cache_elements, plan.output.cache_elements) == (before, after)
+    assert (plan.cache_elements, plan.result.count_cache_elements()) == (before, after)
     assert about["saving"] == 1 - after / before
     assert f"# kvfold convert {hub} OUT --recipe {name} " in text
     assert f"--teacher {hub} " in about["uptrain"]

@@ -113,16 +113,12 @@ def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
     scale of the scores and DeepSeek's ``(N + P)^-1/2``.
     """
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
+    query = latent.query or latent
+    readout = _concatenate_head_dims(query.q_nope, query.q_rope).flatten(0, 1) * factor
     if latent.query is None:
-        return {
-            "q_proj.weight": _concatenate_head_dims(latent.q_nope, latent.q_rope).flatten(0, 1)
-            * factor
-        }
+        return {"q_proj.weight": readout}
     down = latent.query.down
     rank = len(down) + 1
-    readout = (
-        _concatenate_head_dims(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
-    )
     bias = readout.new_zeros(len(readout))
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _concatenate_head_dims(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
@@ -238,10 +234,9 @@ def find_constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSli
     """
     slices: dict[str, ConstantSlice] = {}
     for name in tensors:
-        parent, _, kind = name.rpartition(".")
-        path, _, projection = parent.rpartition(".")
+        *path, projection, kind = name.split(".")
         if projection in _NORM_OF:
-            rank = len(tensors[f"{path}.{_NORM_OF[projection]}.weight"])
+            rank = len(tensors[".".join([*path, _NORM_OF[projection], "weight"])])
             slices[name] = ConstantSlice(0, rank - 1, 0.0)
         elif projection in _READERS and kind == "weight":
             slices[name] = ConstantSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)

@@ -19,11 +19,11 @@ concatenations of the bytes of source tensors. The class adds a shared expert to
 but the source has no shared expert: layout ``free`` stores a shared expert of width 0, and layout
 ``engine`` stores zeros, because the loaders of engines expect its tensors.
 
-``classes.json`` has the keys of config.json for each class, in order; strings are expressions (see
-``families/values.py``). The pad token is left out in layout ``free``, because transformers 5.23
-zeroes its embedding when it loads a Youtu model. A DeepSeek model without experts has the smallest
-numbers that its readers accept: llama.cpp refuses a model with as many groups of experts as
-experts, hence two.
+``classes.json`` has the names of copied tensors by their roles, and the keys of config.json for
+each class, in order; strings are expressions (see ``families/values.py``). The pad token is left
+out in layout ``free``, because transformers 5.23 zeroes its embedding when it loads a Youtu model.
+A DeepSeek model without experts has the smallest numbers that its readers accept: llama.cpp refuses
+a model with as many groups of experts as experts, hence two.
 """
 
 import json
@@ -37,15 +37,16 @@ from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
-from kvfold.convert.families.family import PLAIN_NAMES, WrapperPrefixes, find_wrapper_prefixes
+from kvfold.convert.families.family import find_wrapper_prefixes
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.schema import BlockRole
+from kvfold.convert.families.rotary import make_older_rope_keys
 from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.targets.mla.spec import (
     ATTENTION,
     MlaSpec,
     collect_mla_sizes,
     compute_context_length,
+    count_cached_divisors,
     list_attention_shapes,
 )
 from kvfold.convert.targets.output_checkpoint import (
@@ -53,16 +54,11 @@ from kvfold.convert.targets.output_checkpoint import (
     choose_computed_dtype,
     choose_output_dtype,
 )
+from kvfold.convert.targets.own_code import CODE, build_own_config, plan_own_tensors
 
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
-_ROLE_NAMES: dict[BlockRole, str] = {
-    "attention_norm": "model.layers.{layer}.input_layernorm.weight",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "up": "model.layers.{layer}.mlp.up_proj.weight",
-    "down": "model.layers.{layer}.mlp.down_proj.weight",
-}
 _CLASSES = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
+_TENSORS: dict[str, str] = _CLASSES["tensors"]
 Source = str | tuple[str, ...] | None
 Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
@@ -129,12 +125,8 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     else:
         table = build_longrope(theta, positions)
     if engine and not sparse:
-        scaling = {name: value for name, value in table.items() if name != "rope_theta"}
-        return {
-            "rope_theta": table["rope_theta"],
-            "rope_scaling": {**scaling, "type": table["rope_type"]},
-            "rope_parameters": table,
-        }
+        table = {"rope_parameters": table}
+        return {**make_older_rope_keys(table), **table}
     if not sparse and not spec.has_kernels:
         return {"rope_parameters": table}
     # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and
@@ -182,37 +174,43 @@ def find_rope_base(theta: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MlaCheckpoint(OutputCheckpoint):
-    """The planned checkpoint of a model converted to MLA in a stock class, with the ranks and the
-    layout of ``spec``.
-    """
+    """MLA of ``spec`` for ``model``, whose files are ``checkpoint``."""
 
     model: Model
     spec: MlaSpec
     checkpoint: Checkpoint
-    prefixes: WrapperPrefixes
     dtype: str | None
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
         """Return the stored tensors of ``layer`` by name, from its converted MLA ``weights``; a
-        fused gate and up projection is split.
+        stock class splits a fused gate and up projection.
         """
-        from kvfold.convert.targets.mla.encode import (
-            encode_stock_mla,  # needs torch, a plan does not
-        )
+        # needs torch, a plan does not
+        from kvfold.convert.targets.mla.encode import encode_own_mla, encode_stock_mla
 
+        if self.spec.layout == "kvfold":
+            module = self.model.family.attention.format_module_name(layer)
+            shapes = list_attention_shapes(self.model, self.spec, module)
+            return encode_own_mla(weights, shapes, self.spec)
         tensors = encode_stock_mla(weights, layer, self.spec)
         for fused in self.model.names_by_role.get(("gate_up", layer), ()):
-            gate, up = self.checkpoint.read_tensor(fused).chunk(2)
-            tensors[_ROLE_NAMES["gate"].format(layer=layer)] = gate.contiguous()
-            tensors[_ROLE_NAMES["up"].format(layer=layer)] = up.contiguous()
-        return {self.prefixes.to_wrapped_name(name): tensor for name, tensor in tensors.items()}
+            halves = self.checkpoint.read_tensor(fused).chunk(2)
+            for role, half in zip(("gate", "up"), halves, strict=True):
+                tensors[_TENSORS[role].format(layer=layer)] = half.contiguous()
+        if self.model.tower is None:
+            return tensors
+        prefixes = find_wrapper_prefixes(self.checkpoint.tensors)
+        return {prefixes.to_wrapped_name(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
         """Return this checkpoint with its config.json, whose rotary frequencies are ``theta
-        [layers][P/2]`` in radians per position. All layers use the frequencies of the first one.
+        [layers][P/2]`` in radians per position. All layers of a stock class use those of the first.
         """
+        if self.spec.layout == "kvfold":
+            facts = _collect_own_facts(self.model, self.spec)
+            config = build_own_config(self.model, self.checkpoint, facts, self.dtype, theta)
+            return replace(self, config=config)
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
-        # A stock class has one set of frequencies for all layers.
         config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
         if self.model.tower is not None:
             config = {**self.checkpoint.config, "text_config": config}
@@ -220,22 +218,64 @@ class MlaCheckpoint(OutputCheckpoint):
         return replace(self, config=config)
 
 
-def plan_stock_mla(
-    model: Model,
-    checkpoint: Checkpoint,
-    spec: MlaSpec,
-    dtype: str | None,
-) -> OutputCheckpoint:
-    """Plan the checkpoint of ``model`` converted to MLA in a stock transformers class: names,
-    dtypes and shapes of all tensors.
+def plan_mla_output(
+    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str | None
+) -> MlaCheckpoint:
+    """The checkpoint of ``model`` as MLA, in a stock class or in layout ``kvfold``.
 
+    Its cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
+    `count_cached_divisors` (divisors of norms) if layout ``kvfold`` keeps the source's norms.
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
     """
+    divisors = count_cached_divisors(model, spec)
+    own = spec.layout == "kvfold"
+    if own:
+        modules = map(model.family.attention.format_module_name, range(model.geometry.layers))
+        shapes = [list_attention_shapes(model, spec, module) for module in modules]
+        tensors = plan_own_tensors(model, checkpoint, shapes, dtype)
+    else:
+        tensors = _plan_stock_tensors(model, checkpoint, spec, dtype)
+    return MlaCheckpoint(
+        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        config={},
+        tensors=tensors,
+        code=CODE if own else None,
+        model=model,
+        spec=spec,
+        checkpoint=checkpoint,
+        dtype=dtype,
+    )
+
+
+def _collect_own_facts(source: Model, spec: MlaSpec) -> dict[str, Any]:
+    """The entries of the block ``kvfold`` in config.json that describe latent attention."""
+    norm = source.qk_norm
+    facts: dict[str, Any] = {
+        "variant": "latent" if norm is None else "normed_latent",
+        "kv_rank": spec.kv_rank,
+        "rope_dim": spec.rope_dim,
+        "qkv_bias": "q" in source.biased,
+        "o_bias": True,  # constant values are in it
+    }
+    if norm is not None:
+        facts["kv_heads"] = source.geometry.kv_heads
+        # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
+        facts["norm"] = {
+            "kind": norm.kind,
+            "flat": norm.extent == "flat",
+            "eps": norm.eps,
+            "offset": norm.offset,
+        }
+    return facts
+
+
+def _plan_stock_tensors(
+    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str | None
+) -> tuple[OutputTensor, ...]:
+    """The output tensors in a stock class."""
     default = choose_computed_dtype(model, checkpoint, dtype)
-    prefixes = PLAIN_NAMES
     shapes = list_mla_shapes(model, spec)
-    computed: list[list[str]] = [[] for _ in model.layers]
     if model.tower is not None:
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
         prefixes = find_wrapper_prefixes(checkpoint.tensors)
@@ -246,58 +286,43 @@ def plan_stock_mla(
     tensors = []
     for name, (shape, source) in shapes.items():
         stored = default
-        if source is None:
-            computed[int(name.removeprefix(prefixes.tower).split(".")[1])].append(name)
-        elif source:
+        if source:
             first = source if isinstance(source, str) else source[0]
             stored = choose_output_dtype(checkpoint.tensors[first].dtype, dtype)
         tensors.append(OutputTensor(name, stored, shape, source))
-    return MlaCheckpoint(
-        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
-        config={},
-        tensors=tuple(tensors),
-        computed=tuple(tuple(names) for names in computed),
-        cache_elements=spec.kv_rank + spec.rope_dim,
-        model=model,
-        spec=spec,
-        checkpoint=checkpoint,
-        prefixes=prefixes,
-        dtype=dtype,
-    )
+    return tuple(tensors)
 
 
 def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     """Return the shape of each output tensor of a stock MLA class, and the source tensors that it
     copies (see ``OutputTensor.source``), by name.
     """
-    (embedding,) = model.names_by_role["embedding", None]
-    (norm,) = model.names_by_role["final_norm", None]
-    (head,) = model.names_by_role.get(("head", None), (embedding,))
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (model.tensors[embedding].shape, embedding),
-        "model.norm.weight": (model.tensors[norm].shape, norm),
-    }
+    shapes = _list_copied_shapes(model, None)
     # A tied head is not stored, except for engines, whose loaders ask for it.
-    if head != embedding or spec.layout == "engine":
-        shapes["lm_head.weight"] = (model.tensors[head].shape, head)
+    if spec.layout == "engine":
+        shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
     for layer in range(model.geometry.layers):
-        module = ATTENTION.format(layer=layer)
-        shapes |= {
-            name: (shape, None)
-            for name, shape in list_attention_shapes(model, spec, module).items()
-        }
-        for fused in model.names_by_role.get(
-            ("gate_up", layer), ()
-        ):  # two tensors in the stock class
+        attention = list_attention_shapes(model, spec, ATTENTION.format(layer=layer))
+        shapes |= {name: (shape, None) for name, shape in attention.items()}
+        for fused in model.names_by_role.get(("gate_up", layer), ()):
             rows, width = model.tensors[fused].shape
-            shapes[_ROLE_NAMES["gate"].format(layer=layer)] = ((rows // 2, width), None)
-            shapes[_ROLE_NAMES["up"].format(layer=layer)] = ((rows // 2, width), None)
-        for role, name in _ROLE_NAMES.items():
-            for source in model.names_by_role.get((role, layer), ()):
-                shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
+            for role in ("gate", "up"):  # two tensors in the stock class
+                shapes[_TENSORS[role].format(layer=layer)] = ((rows // 2, width), None)
+        shapes |= _list_copied_shapes(model, layer)
         if model.layers[layer].sparse:
             shapes |= _list_expert_shapes(model, spec, layer)
     return shapes
+
+
+def _list_copied_shapes(model: Model, layer: int | None) -> Shapes:
+    """The shapes and source tensors of norms, MLP, embedding and head in ``layer`` or outside the
+    layers (None), by name.
+    """
+    return {
+        name.format(layer=layer): (model.tensors[source].shape, source)
+        for role, name in _TENSORS.items()
+        for source in model.names_by_role.get((role, layer), ())
+    }
 
 
 def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:

@@ -4,7 +4,8 @@ converted to MLA. Does not import torch.
 ``shapes.json`` has the attention tensors of the stock classes and of layout ``kvfold``: their
 shapes and conditions are expressions (see ``families/values.py``) over the sizes of the source and
 the spec. Norms that are kept in layout ``kvfold`` act on whole queries, so the rotary part of a
-query is there a map of the normalized query.
+query is there a map of the normalized query. The file also has the sizes that vLLM's MLA kernels
+take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 
 ``problems.json`` lists the features that layouts cannot express: of the attention, for every MLA
 layout; beyond these, for layout ``kvfold``, for the stock classes, and for engines. ``when`` is an
@@ -26,14 +27,12 @@ from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.request import Layout
 from kvfold.convert.targets.same_family import count_cache_elements
 
-# Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary,
-# value).
-KERNEL_CACHES = (576, 512, 320)
-KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
 ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
 _FOLDER = Path(__file__).parent
 _SHAPES = json.loads((_FOLDER / "shapes.json").read_text(encoding="utf-8"))
+KERNEL_CACHES: list[int] = _SHAPES["kernels"]["caches"]
+KERNEL_HEADS = [tuple(heads) for heads in _SHAPES["kernels"]["heads"]]
 _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
 
 
@@ -87,11 +86,13 @@ class MlaSpec:
         that MLA kernels support. The zeros do not change the result: the scale of the scores is
         part of the queries, and the cache contains no heads.
         """
-        sizes = []
-        if self.layout == "engine" and self.has_kernels:
-            for nope, rope, value in KERNEL_HEADS:
-                if rope == self.rope_dim and min(nope, value) >= dim:
-                    sizes.append((nope, value))
+        sizes = [
+            (nope, value)
+            for nope, rope, value in KERNEL_HEADS
+            if rope == self.rope_dim and min(nope, value) >= dim
+        ]
+        if self.layout != "engine" or not self.has_kernels:
+            return dim, dim
         return min(sizes, key=sum, default=(dim, dim))
 
     def used_rope_dim(self, rotary_dims: int) -> int:
