@@ -100,7 +100,7 @@ def _make_click_parameter(spec: Option) -> Decorator:
 def add_json_option(
     help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
 ) -> Decorator:
-    """A decorator that adds the option ``--json FILE``; its value is the parameter ``json_file``."""
+    """A decorator that adds the option ``--json FILE``, as the parameter ``json_file``."""
     return click.option("--json", "json_file", metavar="FILE|-", help=help)
 
 

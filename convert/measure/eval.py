@@ -262,7 +262,7 @@ def evaluate_model(
     documents: EvaluationInputs,
     stages: ProgressStages,
 ) -> ModelResults:
-    """The results of the model in ``folder`` on all inputs; it is in memory only during this call."""
+    """The results of the model in ``folder`` on all inputs, loaded for this call alone."""
     model = load_whole_model(folder, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}

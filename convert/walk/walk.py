@@ -166,8 +166,8 @@ class Student:
 
     ``output`` describes the converted checkpoint. Copied tensors are read from the source, computed
     tensors are the last ones passed to ``set_layer_tensors``; all are rounded to the stored
-    ``dtypes``. Copied tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
-    will store another dtype.
+    ``dtypes``. Copied tensors share memory with the source's open layer, unless ``recast`` says
+    that the checkpoint will store another dtype.
     """
 
     def __init__(
