@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
         # values of this layer come in addition to the common ones
         layers = config.kvfold.get("layers")
         values = {**config.kvfold, **(layers[layer_idx] if layers else {})}
-        self.values: dict[str, Any] = values
+        self.values = values
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = True
@@ -366,7 +366,7 @@ def apply_attention(
     function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, eager_attention_forward
     )
-    result: tuple[Tensor, Tensor | None] = function(
+    output, weights = function(
         module,
         query,
         key,
@@ -377,7 +377,7 @@ def apply_attention(
         **module.rules,
         **options,
     )
-    return result
+    return output, weights
 
 
 def eager_attention_forward(

@@ -66,5 +66,4 @@ def _read_kv_heads(config: Any) -> int:
             f"vLLM has no kernels for MLA of layout kvfold ({config.model_type}); convert the"
             " source to GQA or MQA instead, or serve this model with transformers"
         )
-    heads: int = facts["kv_heads"]
-    return heads
+    return int(facts["kv_heads"])

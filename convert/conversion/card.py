@@ -117,9 +117,7 @@ def format_front_matter(source: Checkpoint) -> str:
         library_name="transformers",
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
         tags=["kvfold"],
-        license=get_strings("license"),
-        license_name=get_strings("license_name"),
-        license_link=get_strings("license_link"),
+        **{name: get_strings(name) for name in ("license", "license_name", "license_link")},
     )
     return str(metadata.to_yaml())
 

@@ -10,6 +10,7 @@ the same bytes as that of an uninterrupted run.
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Journal:
         # bytes are copied.
         self._settings = collect_run_settings(plan) if plan.request.calibrated else {}
         self._notes: list[dict[str, Any]] = processes.broadcast_from_rank0(
-            lambda: (_read_journal(folder) or {"layers": []})["layers"]
+            lambda: _read_journal(folder)["layers"]
         )
 
     @property
@@ -111,8 +112,7 @@ def count_finished_layers(folder: Path) -> int:
     """Return the number of finished layers in a run's temporary ``folder``; 0 if it has no readable
     journal.
     """
-    journal = _read_journal(folder)
-    return 0 if journal is None else len(journal["layers"])
+    return len(_read_journal(folder)["layers"])
 
 
 def can_resume(plan: Plan, folder: Path) -> bool:
@@ -124,7 +124,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     says so.
     """
     journal = _read_journal(folder)
-    if journal is None or not journal["layers"]:
+    if not journal["layers"]:
         return False
     import torch
 
@@ -187,19 +187,17 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
         "versions": get_package_versions(),
         "files": fingerprint_files(files),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
-    return plain
+    return dict(json.loads(json.dumps(settings, default=str)))
 
 
-def _read_journal(folder: Path) -> dict[str, Any] | None:
+def _read_journal(folder: Path) -> dict[str, Any]:
     """Return the content of the journal file in ``folder``: a run's settings under ``run``, its
-    layers' notes under ``layers``. None if the file is missing or damaged.
+    layers' notes under ``layers``, which is empty if the file is missing or damaged.
     """
-    try:
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())
         valid = isinstance(journal["run"]["threads"], int)
         valid = valid and isinstance(journal["run"]["files"], list)
-        valid = valid and all(isinstance(notes, dict) for notes in journal["layers"])
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return None
-    return journal if valid else None
+        if valid and all(isinstance(notes, dict) for notes in journal["layers"]):
+            return journal
+    return {"layers": []}

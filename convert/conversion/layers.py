@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def open_walk(
-    plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int = 0
+    plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int
 ) -> "Walk":
     """Return an iterator over the layers of the source model. It runs the calibration and held-out
     tokens through each source layer and through the converted model so far.
@@ -139,6 +139,7 @@ def fit_layer(
         rank = compute_query_rank(model, spec)
         norms = model.names_by_role.get(("attention_norm", index))
         weights = read_source_layer(plan, index)
+        inputs = None if step is None else step.inputs
         layer = LatentLayer(
             index=index,
             weights=weights,
@@ -151,10 +152,8 @@ def fit_layer(
             centered=spec.layout != "engine",
             keeps_norms=spec.layout == "kvfold",
             gain=plan.checkpoint.read_tensor(norms[0]) if norms else None,
-            inputs=torch.empty(0, weights.model_dim),
+            inputs=torch.empty(0, weights.model_dim) if inputs is None else inputs,
         )
-        if step is not None and step.inputs is not None:
-            layer = replace(layer, inputs=step.inputs)
     if step is not None:
         layer = replace(layer, error=step.error, statistics=step.statistics)
     return plan.method.fit(layer)

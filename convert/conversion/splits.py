@@ -6,8 +6,8 @@ converted.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ class Survey:
     statistics: of the layers that trials convert, by index, with attention inputs ``[n, E]``.
     """
 
-    layers: list[LayerSurvey] = field(default_factory=list)
-    statistics: dict[int, tuple[LayerStatistics, Tensor]] = field(default_factory=dict)
+    layers: Sequence[LayerSurvey]
+    statistics: Mapping[int, tuple[LayerStatistics, Tensor]]
 
 
 @dataclass
@@ -112,7 +112,8 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: ProgressStages) 
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.calibration_length))
     states = embed_tokens(source, processes.shard(calibration.tokens.calibration[:count]))
-    survey = Survey()
+    surveys = []
+    probes = {}
     number = min(source.layers, _TRIAL_LAYERS)
     probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
     for index in stages.iterate_over("survey", range(source.layers), source.layers, "layer"):
@@ -120,13 +121,13 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: ProgressStages) 
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         weights = linearize_norms(read_source_layer(plan, index), statistics)
         rotary = make_layer_rotary(plan.model, index, "short")
-        survey.layers.append(
+        surveys.append(
             rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
         )
         if index in probed:
-            survey.statistics[index] = statistics, inputs
+            probes[index] = statistics, inputs
     # Equal on all processes, to the last bit.
-    return replace(survey, layers=processes.broadcast_from_rank0(lambda: survey.layers))
+    return Survey(processes.broadcast_from_rank0(lambda: surveys), probes)
 
 
 def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:

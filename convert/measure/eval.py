@@ -208,8 +208,7 @@ def draw_needle_questions(
     """
 
     def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     words = [word for word in _TEXTS["words"].split() if len(encode(f" {word}")) == 1]
     if len(words) < CHOICES:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,29 +14,8 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.measure.sweep import Sweep
 
-# Mid-tones, because a page shows the transparent figures on white and on near-black.
-_COLORS = ["#4C7FB8", "#D0703C", "#4F9E5F", "#9A6DB8"]
 _GRAY = "#7C828C"
-_STYLE: dict[str, Any] = {
-    "axes.prop_cycle": f"cycler(color={_COLORS})",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.facecolor": "none",
-    "axes.labelcolor": _GRAY,
-    "axes.edgecolor": _GRAY,
-    "errorbar.capsize": 3,
-    "figure.figsize": (6.4, 4.0),
-    "font.size": 9,
-    "grid.alpha": 0.3,
-    "lines.markersize": 3.5,
-    "text.color": _GRAY,
-    "xtick.color": _GRAY,
-    "ytick.color": _GRAY,
-    # Text stays text, which is smaller than outlines and can be searched.
-    "svg.fonttype": "none",
-    # Equal values give equal files.
-    "svg.hashsalt": "kvfold",
-}
+_STYLE = Path(__file__).with_name("plots.mplstyle")
 # The date would make every file differ.
 _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
@@ -55,10 +35,10 @@ class Plot:
 
     def to_svg(self) -> str:
         """The figure as an ``<svg>`` element with a transparent background, for an HTML page."""
-        import matplotlib
+        from matplotlib import style
 
         file = io.StringIO()
-        with matplotlib.rc_context(_STYLE):
+        with style.context(_STYLE):
             self.figure.savefig(file, format="svg", transparent=True, metadata=_METADATA)
         text = file.getvalue()
         return text[text.index("<svg") :]
@@ -69,12 +49,12 @@ def _create_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
     """A new plot and its axes. The plot style is active, because artists get their colors when they
     are drawn.
     """
-    import matplotlib
+    from matplotlib import style
 
     # Not pyplot, which keeps every figure alive and looks for a display.
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with style.context(_STYLE):
         plot = Plot(title, caption, Figure(layout="constrained"))
         yield plot, plot.figure.subplots()
 
@@ -142,7 +122,7 @@ def plot_loss_by_cache(sweep: "Sweep") -> Plot:
         " caches are further to the right. Good: far to the right and still below the dashed limit."
     )
     with _create_plot("Cache against loss", caption) as (plot, axes):
-        for label, color, marker in (("GQA, MQA", _COLORS[0], "s"), ("MLA", _COLORS[1], "o")):
+        for label, color, marker in (("GQA, MQA", "C0", "s"), ("MLA", "C1", "o")):
             rows = [row for row in sweep.rows if ("MLA" in row.kind) == (label == "MLA")]
             sizes = [row.cache_elements for row in rows]
             losses = [row.measured.excess for row in rows]
@@ -160,7 +140,7 @@ def plot_loss_by_cache(sweep: "Sweep") -> Plot:
                     fontsize=8,
                 )
         limit = f"{100 * sweep.within:g} % perplexity"
-        axes.axhline(math.log1p(sweep.within), color=_COLORS[3], linestyle="--", label=limit)
+        axes.axhline(math.log1p(sweep.within), color="C3", linestyle="--", label=limit)
         axes.axhline(0, color=_GRAY, linewidth=0.8)
         axes.set_xscale("log", base=2)
         ticks = sorted({sweep.cache_elements, *(row.cache_elements for row in sweep.rows)})

@@ -265,7 +265,7 @@ def _fit_and_measure_targets(
     MLA or none is.
     """
     first = next(iter(plans.values()))
-    survey = Survey() if first.latent is None else survey_layers(first, calibration, stages)
+    survey = Survey([], {}) if first.latent is None else survey_layers(first, calibration, stages)
     teacher = Teacher(
         calibration.source,
         calibration.tokens.held_out,
