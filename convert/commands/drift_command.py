@@ -19,7 +19,7 @@ from kvfold.convert.console import (
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_verdict
-from kvfold.convert.conversion.summary import format_block
+from kvfold.convert.conversion.results import format_block
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import STDOUT, print_result
-from kvfold.convert.conversion.summary import format_block
+from kvfold.convert.conversion.results import format_block
 from kvfold.convert.formatting import format_bytes, format_table
 
 if TYPE_CHECKING:

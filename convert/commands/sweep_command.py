@@ -16,7 +16,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
-from kvfold.convert.conversion.summary import format_block
+from kvfold.convert.conversion.results import format_block
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.sweep_targets import parse_targets

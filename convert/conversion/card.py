@@ -19,7 +19,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import judge_drift
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
-from kvfold.convert.conversion.summary import format_losses_by_text
+from kvfold.convert.conversion.results import format_losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.options import collect_options, format_argv

@@ -109,25 +109,27 @@ def _convert_layers(
     """Convert all layers of the source model in order and write their tensors. A resumed run loads
     the layers in ``journal`` instead of converting them again.
     """
-    # Only here: bytes are copied while it imports torch.
-    from kvfold.convert.conversion import layers
-
     if calibration is None:
+        # Only here: bytes are copied while it imports torch.
+        from kvfold.convert.conversion.layers import fit_layer
+
         # Each process converts the layers that it writes.
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         computed = enumerate(plan.output.computed)
         indices = [index for index, names in computed if not own.isdisjoint(names)]
         for index in stages.iterate_over("convert", indices, len(indices), "layer"):
-            weights = layers.fit_layer(plan, index).weights
+            weights = fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
         return
+    from kvfold.convert.conversion.calibration import convert_layer, open_walk
+
     finished = journal.finished_count
-    walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
+    walk = open_walk(plan, calibration, plan.request.refine, finished)
     for step in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:
             step.advance(journal.read_layer(step.index))
         else:
-            tensors, notes = layers.convert_layer(plan, step, plan.request.refine)
+            tensors, notes = convert_layer(plan, step, plan.request.refine)
             step.advance(tensors)
             writer.write(tensors)
             writer.sync()

@@ -1,21 +1,36 @@
-"""The result of a conversion, as returned by `convert_checkpoint`."""
+"""The result of a conversion, as returned by `convert_checkpoint`, and the lines that a command
+prints at its end: the output, the saved cache, the loss, the verdict and the next command.
+"""
 
-from collections.abc import Mapping
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfold.convert.conversion.judgment import judge_drift
-from kvfold.convert.conversion.memory import estimate_needs, get_free_disk_bytes
-from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import make_record
-from kvfold.convert.conversion.summary import (
-    summarize_conversion,
-    summarize_plan,
+from kvfold.attention.drift.metrics import format_cache_saving, format_metrics
+from kvfold.convert import processes
+from kvfold.convert.conversion.judgment import format_verdict, judge_drift, suggest_next_command
+from kvfold.convert.conversion.memory import (
+    estimate_needs,
+    get_free_disk_bytes,
+    get_free_memory_bytes,
 )
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.record import format_text_name, make_record
+from kvfold.convert.errors import escape_text
+from kvfold.convert.formatting import format_bytes, format_duration
+from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
+from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
+
+_COLUMNS = 100
+_LABEL = 9
 
 
 class Change(NamedTuple):
@@ -96,6 +111,97 @@ class Conversion:
         """Return the text that the command prints at its end: the plan after a dry run, otherwise
         the output, the saved cache and the measured loss.
         """
+        plan = self.plan
+        drift = self.drift
         if self.written is None or self.seconds is None:
-            return summarize_plan(self.plan)
-        return summarize_conversion(self.plan, self.record, self.drift, self.written, self.seconds)
+            return summarize_plan(plan)
+        size = format_bytes(sum(tensor.nbytes for tensor in plan.output.tensors))
+        cost = f"{size}, {format_duration(self.seconds)}"
+        rows = [
+            ("made", f"{describe_conversion(plan)} in {self.written}: {cost}"),
+            ("cache", describe_cache(plan)),
+        ]
+        if drift is not None:
+            rows += [
+                ("loss", format_metrics(drift)),
+                *(("by text", line) for line in format_losses_by_text(self.record)),
+                ("verdict", format_verdict(drift)),
+            ]
+        return format_block(rows, suggest_next_command(plan, drift))
+
+
+def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
+    """Return rows of ``(label, text)`` as aligned lines of at most 100 columns, followed by
+    ``next_command`` as one line of shell code. Rows without text are left out.
+    """
+    width = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns) - _LABEL
+    lines = []
+    for label, text in rows:
+        for line in textwrap.wrap(
+            escape_text(text), width, break_long_words=False, break_on_hyphens=False
+        ):
+            lines.append(f"{label:<{_LABEL}}{line}")
+            label = ""
+    if next_command:
+        lines.append(f"{'next':<{_LABEL}}{shlex.join(next_command)}")
+    return "\n".join(lines)
+
+
+def describe_conversion(plan: Plan) -> str:
+    """Return the source's name with the kinds of attention before and after the conversion, such as
+    ``demo, MHA -> MQA``.
+    """
+    return f"{plan.checkpoint.origin}, {plan.source_kind} -> {plan.output.kind}"
+
+
+def describe_cache(plan: Plan) -> str:
+    """Return the KV-cache elements per token per layer before and after the conversion, and the
+    saving in percent.
+    """
+    before = plan.cache_elements
+    after = plan.result.count_cache_elements()
+    return f"{before} -> {after} elements per token per layer, {format_cache_saving(before, after)}"
+
+
+def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
+    """Return one line with the loss on each calibration text of a mixture. The list is empty if
+    there is only one text.
+    """
+    lines = []
+    for row in record["drift"].get("texts", ()):
+        loss = format_metrics(SimpleNamespace(**row))
+        lines.append(f"{format_text_name(row['text'])}: {loss} ({row['sequences']} sequences)")
+    return lines
+
+
+def summarize_plan(plan: Plan) -> str:
+    """Return the lines that ``--dry-run`` prints: the planned tensors, the text and training steps,
+    and the memory and disk space needed.
+    """
+    request = plan.request
+    needs = estimate_needs(plan)
+    per_process = " per process" if processes.world_size() > 1 else ""
+    computed = sum(map(len, plan.output.computed))
+    copied = len(plan.output.tensors) - computed
+    rows = [
+        ("plan", describe_conversion(plan)),
+        ("cache", describe_cache(plan)),
+        ("tensors", f"{copied} copied, {computed} computed, in {len(plan.shards)} files"),
+    ]
+    if request.calibrated:
+        texts = choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
+        names = " + ".join(name or BUILT_IN for name, _ in texts)
+        rows.append(("text", f"{request.samples} x {request.calibration_length} tokens of {names}"))
+    if request.refine:
+        rows.append(("refine", f"{request.refine} steps in each layer"))
+    if request.polish:
+        steps = count_polish_steps(request.polish, request.calibration_length)
+        rows.append(
+            ("polish", f"{steps} steps of {count_step_tokens(request.calibration_length)} tokens")
+        )
+    memory = f"about {format_bytes(needs.memory)} needed{per_process}"
+    if (free := get_free_memory_bytes(plan)) is not None:
+        memory += f", {format_bytes(free)} free"
+    disk = f"{format_bytes(needs.disk)} needed, {format_bytes(get_free_disk_bytes(plan))} free"
+    rows += [("disk", disk), ("memory", memory), ("written", "nothing (--dry-run)")]
+    return format_block(rows)
