@@ -137,7 +137,7 @@ def complete_output(
     entries: dict[str, Any] = {}
     drift = None
     if calibration is not None:
-        from kvfold.convert.conversion.measurement import make_record_entries, measure_checkpoint
+        from kvfold.convert.conversion.calibration import make_record_entries, measure_checkpoint
 
         with stages("measuring"):
             drift = measure_checkpoint(folder, calibration)

@@ -81,7 +81,7 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
             raise InputError("infinite activations")
         return compare_models(source, student, tokens, batch)
 
-    monkeypatch.setattr("kvfold.convert.conversion.measurement.compare_models", failing)
+    monkeypatch.setattr("kvfold.convert.conversion.calibration.compare_models", failing)
     done = convert(tmp_path / "out", to="mqa")
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
     assert "the loss by position ends at 64 tokens: infinite activations" in capsys.readouterr().err
