@@ -126,7 +126,7 @@ trust_option = partial(
 
 def collect_options(request: type[Any]) -> dict[str, Option]:
     """The options of a request class, by name: arguments first, then those that the class declares
-    itself, then inherited ones.
+    itself, then inherited ones, and last those that do not change the result.
     """
     hints = get_type_hints(request)
     options: dict[str, Option] = {}
@@ -141,9 +141,15 @@ def collect_options(request: type[Any]) -> dict[str, Option]:
             elif member in _TYPE_RULES:
                 spec = replace(spec, types=(*spec.types, member))
         options[declared.name] = spec
-    own = request.__annotations__
-    order = sorted(options, key=lambda name: not options[name].argument and 1 + (name not in own))
-    return {name: options[name] for name in order}
+    classes = request.__mro__[:-1]
+
+    def find_position(name: str) -> tuple[bool, bool, int]:
+        if options[name].argument:
+            return False, False, 0
+        declared_in = [name in vars(cls).get("__annotations__", ()) for cls in classes]
+        return True, options[name].runs, declared_in.index(True)
+
+    return {name: options[name] for name in sorted(options, key=find_position)}
 
 
 class Request:
