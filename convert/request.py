@@ -39,7 +39,6 @@ EFFORTS: dict[str, dict[str, Any]] = {
 # Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
 AUTO_LENGTH = 512
 DEFAULT_LAYOUT: Layout = "free"
-# Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 # Tokens of the sequences on which the loss by position is measured, in models of that context;
 # chosen.
 LONG_LENGTH = 2048

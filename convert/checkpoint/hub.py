@@ -133,10 +133,9 @@ def _translate_hub_errors(
     # the hub's library passes on its transport's errors, which have no common base
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        known_failures = [text for name, text in _HUB_ADVICE.items() if name in kinds]
-        other_failure = (
-            f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
-        )
+        for name, cause_and_advice in _HUB_ADVICE.items():
+            if name in kinds:
+                raise InputError(f"{model}: {cause_and_advice}") from None
         raise InputError(
-            f"{model}: {known_failures[0] if known_failures else other_failure}"
+            f"{model}: the hub refused or could not be reached ({summarize_error(error)}); {advice}"
         ) from None

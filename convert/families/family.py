@@ -141,13 +141,16 @@ def find_family(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     inner = find_text_type(config)
     if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
-        reason = f"not a supported causal language model or wrapper around one; {_LISTED}"
         if model_type.startswith("kvfold_") or config.get("kv_lora_rank"):
-            reason = (
-                "output of kvfold in layout kvfold or an MLA model already, which cannot be"
-                " converted again; convert the model that it was made from instead"
+            raise InputError(
+                f"config.json: model_type {model_type!r} is output of kvfold in layout kvfold or an"
+                " MLA model already, which cannot be converted again; convert the model that it was"
+                " made from instead"
             )
-        raise InputError(f"config.json: model_type {model_type!r} is {reason}")
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not a supported causal language model or"
+            f" wrapper around one; {_LISTED}"
+        )
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]
     if inner is not None:

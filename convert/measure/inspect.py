@@ -53,7 +53,6 @@ _LATENT_SIZES = (
     "v_head_dim",
     "hidden_size",
 )
-_MISMATCH = "its tensors do not match its config.json"
 
 
 @dataclass(frozen=True)
@@ -265,8 +264,10 @@ def _check_latent_shapes(
     """
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
     if len(shapes) != layers or set(shapes) != {shape}:
-        problem = f"{ending} must be {list(shape)} in {layers} layers, not {sorted(set(shapes))}"
-        raise InputError(_MISMATCH, [problem])
+        raise InputError(
+            "its tensors do not match its config.json; check that both are from the same model",
+            [f"{ending} must be {list(shape)} in {layers} layers, not {sorted(set(shapes))}"],
+        )
 
 
 def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
@@ -274,7 +275,10 @@ def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
     config says.
     """
     if problems := model.list_tensor_problems(checkpoint.tensors):
-        raise InputError(_MISMATCH, problems)
+        raise InputError(
+            "its tensors do not match its config.json; check that both are from the same model",
+            problems,
+        )
 
 
 def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -> dict[str, Any]:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class PrincipalLatent(Method):
     """The method ``principal`` for MLA: fits latents with and without extra weight on attention
     sinks, and keeps the one with the least held-out error.
-
-    Held-out text decides.
     """
 
     name = DEFAULT

@@ -125,7 +125,7 @@ class WeightMap:
                 raise InputError(
                     f"the model's {name} has shape {list(expected.shape)} according to config.json,"
                     f" but {list(tensor.shape)} according to the stored"
-                    f" {', '.join(source.names[:3])}"
+                    f" {', '.join(source.names[:3])}; check that both are from the same model"
                 )
             # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._float32_modules.isdisjoint(name.split("."))

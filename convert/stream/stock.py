@@ -164,7 +164,8 @@ def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
         if explain_system_error(error) or "CUDA" in str(error):  # of the memory or the device
             raise
         raise InputError(
-            f"{where}: transformers cannot build or run this model ({describe_error(error)})"
+            f"{where}: transformers cannot build or run this model ({describe_error(error)});"
+            " correct the config, or fetch it again"
         ) from error
 
 

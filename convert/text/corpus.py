@@ -230,8 +230,6 @@ def choose_calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[st
     """The names and shares of the calibration texts: those that the user gave, or None for the text
     that ships with kvfold. A chat model also writes a third of the tokens itself (`SELF`), unless
     ``given`` names it.
-
-    A model that ``chats`` also writes `SELF`, a third of the tokens, unless ``given`` names it.
     """
     texts: dict[str | None, float] = dict(map(parse_text_share, given))
     share = texts.pop(SELF, None)

@@ -211,7 +211,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate for the log, before it is multiplied by a tensor's size."""
+        """Return the learning rate for the log, relative to the root mean square of a tensor's
+        weights.
+        """
         group = self.optimizer.param_groups[0]
         return float(group["lr"] / group["size"])
 

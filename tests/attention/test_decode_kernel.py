@@ -18,7 +18,7 @@ CASES = json.loads(Path(__file__).with_name("decode_kernel.json").read_text())
 WORKER = """
 import json, sys
 import torch
-from kvfold.attention.kernel import decode_latent
+from kvfold.attention.kernel import run_latent_kernel
 
 def run(
     B=3, H=4, R=64, P=16, S=130, dtype="float16",
@@ -39,7 +39,7 @@ def run(
     seen = slots >= torch.tensor(padding or [0] * B)[:, None]
     seen = seen & (slots < torch.tensor(lengths or [S] * B)[:, None])
     mask = seen if lengths or padding else None
-    result = decode_latent(query, rope, latent, key, scale, mask=mask, splits=splits)
+    result = run_latent_kernel(query, rope, latent, key, scale, mask=mask, splits=splits)
 
     def formula(kind):
         c = latent.to(kind)

@@ -31,7 +31,7 @@ from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import mix_channels
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
-# (recipes/benchmarks/ bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
+# (recipes/benchmarks/bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
 # 6e-5, which is rounding. Not more, as float16 has to hold c sqrt(R) / B of the weakest channels
 # worth having.
 CONSTANT = 1024.0

@@ -2,13 +2,11 @@
 (`factor_by_svd`).
 
 1. Rotary keys are the principal complex components over the heads at the frequencies in
-``RotarySlots``.
-2. The remaining keys lose their rotation; the gain from ``compute_pair_gains`` is the best constant
-in its
-   place.
-3. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
+   ``RotarySlots``. The remaining keys lose their rotation; the gain from ``compute_pair_gains`` is
+   the best constant in its place.
+2. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
    the principal components of both together.
-4. From there ``als`` alternates between up-projections and down-projection: a head may then use
+3. From there ``als`` alternates between up-projections and down-projection: a head may then use
    every rotary key, not only that at its pair's frequency, and compensate for a lost rotation with
    one at another frequency.
 

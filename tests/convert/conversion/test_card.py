@@ -99,7 +99,7 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     words = ["uptrain", *shlex.split(line), *sizes.split()]
     done = CliRunner().invoke(kvfold, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert read_json(Path("trained.json"))["teacher"] == "tiny"
+    assert read_json(Path("trained.json"))["request"]["teacher"] == "tiny"
     assert (tmp_path / "trained" / "config.json").is_file()
 
 

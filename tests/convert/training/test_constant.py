@@ -156,9 +156,7 @@ def test_a_channel_that_moved_is_not_written(latent, name):
     checkpoint = open_checkpoint(latent)
     state = {name: checkpoint.read_tensor(name) for name in checkpoint.tensors}
     state[name] = state[name] + 1
-    with pytest.raises(
-        KvfoldError, match=f"{name}: training changed the constant channel, which must stay fixed"
-    ):
+    with pytest.raises(KvfoldError, match=f"{name}.*constant channel, which must stay fixed"):
         check_constant_channel(state, checkpoint)
 
 

@@ -83,7 +83,9 @@ def test_a_folder_that_no_run_wrote_is_left_alone(request_):
         (request_.work / "request.json").unlink()
         if content is not None:
             (request_.work / "request.json").write_text(content)
-        with pytest.raises(InputError, match=r"request.json: not valid JSON|links or other files"):
+        with pytest.raises(
+            InputError, match=r"request.json: not valid JSON|contains links or files"
+        ):
             resume(replace(request_, fresh=True))
     assert len(list(request_.work.iterdir())) == 2
 
