@@ -30,10 +30,10 @@ def refused(request=ConvertRequest, **options):
 
 def test_an_error_names_the_field_at_fault_and_every_further_problem():
     error = refused(model="m", out="o", to="gqa", samples=0, device="tpu", dtype="int8")
-    assert (error.field, len(error.details)) == ("device", 2)
-    assert "--device" in error.message
+    assert (error.field, len(error.details)) == ("dtype", 2)
+    assert "--dtype" in error.message
     received = pickle.loads(pickle.dumps(error.with_prefix("recipe")))  # as between processes
-    assert (received.message[:8], received.field) == ("recipe: ", "device")
+    assert (received.message[:8], received.field) == ("recipe: ", "dtype")
     assert received.details == error.details
     assert InputError("damaged").field is None
 

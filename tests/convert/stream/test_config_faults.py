@@ -21,7 +21,7 @@ ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
         ("", "hidden_act", {"hidden_act": "nope"}),
         ("", "rms_norm_eps", {"rms_norm_eps": float("nan")}),
         ("", "architectures", {"architectures": ["LlamaForCausalLM", 5]}),
-        ("", "rope_type", {"rope_parameters": {**ROPE, "rope_type": ["x"]}}),
+        ("", "rope_parameters", {"rope_parameters": {**ROPE, "rope_type": ["x"]}}),
         ("", "rope_parameters", {"rope_parameters": {**ROPE, "rope_type": "x"}}),
         ("", "dtype", {"dtype": "x"}),
         ("", "attention_dropout", {"attention_dropout": "x"}),
