@@ -80,8 +80,8 @@ def as_stream(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> LayerStream:
-    """Return a layer stream on ``device`` and in ``dtype`` for a loaded transformers causal
-    language model or an existing stream.
+    """Return ``model`` as a layer stream, which runs it one layer at a time on ``device`` and in
+    ``dtype``; ``model`` is a loaded transformers causal language model or a stream already.
 
     None keeps the model's own. Raises ValueError if the model's decoder layers cannot be found.
     """

@@ -307,7 +307,8 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             for name, file in sorted(stored ^ weight_map.items())
         ]
     if problems:
-        raise InputError(problems[0], problems[1:])
+        problem, *further_problems = problems
+        raise InputError(problem, further_problems)
     legacy = entry in LEGACY
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
     _refuse_quantized(checkpoint)

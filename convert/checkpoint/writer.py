@@ -320,5 +320,9 @@ class ShardWriter:
         KvfoldError with the names of the missing tensors.
         """
         if missing := [name for name in self._locations if name not in self.written]:
-            raise KvfoldError(f"{len(missing)} planned tensors are not in {self._folder}", missing)
+            raise KvfoldError(
+                f"{len(missing)} planned tensors were not written to {self._folder}; please report"
+                " it",
+                missing,
+            )
         self.sync()

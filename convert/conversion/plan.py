@@ -273,7 +273,8 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
             f"must be below the source's {present} KV-cache elements per token per layer; lower"
             " it, or add --allow-growth",
         )
-    raise InputError(problems[0][0], problems[0][1:])
+    problem, *further_problems = problems[0]
+    raise InputError(problem, further_problems)
 
 
 def list_kv_heads(geometry: ModelSizes) -> list[int]:

@@ -167,7 +167,10 @@ def compute_frequencies(
         return theta, amplitude
     # A quotient by 0, a number beyond float64, the logarithm of none.
     except (ArithmeticError, ValueError) as error:
-        raise InputError(f"config.json: rope_type {kind!r} and its parameters: {error}") from None
+        raise InputError(
+            f"config.json: rope_type {kind!r} or its parameters cannot be used ({error}); correct"
+            " them"
+        ) from None
 
 
 def _scale_frequencies_llama3(table: Table, theta: list[float]) -> list[float]:

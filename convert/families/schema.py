@@ -84,7 +84,7 @@ class QueryKeyNorm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The tensors of a norm: its weight, and its bias if it has one."""
+        """The kinds of tensors that a norm stores: ``weight``, and ``bias`` if it has one."""
         return ("weight", "bias") if self.bias else ("weight",)
 
     def list_module_names(self, role: str, heads: int) -> list[str]:

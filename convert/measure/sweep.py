@@ -161,7 +161,9 @@ class Sweep:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """The sweep as JSON values; ``smallest``: the smallest target within the limit, or None."""
+        """The sweep as JSON values. Its key ``smallest`` names the smallest target whose perplexity
+        rises by at most ``within``; None if there is none.
+        """
         targets = [
             {
                 "target": row.target,

@@ -57,7 +57,7 @@ class FirstHeadPooling(_PoolingMethod):
 
 @register_method
 class RandomHeads(_PoolingMethod):
-    """The method ``random``: replaces each group of key/value heads by a random head."""
+    """The method ``random``: replaces each group of key/value heads by a newly drawn head."""
 
     name = "random"
     seeded = True
@@ -67,7 +67,7 @@ class RandomHeads(_PoolingMethod):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
-        """Return the layer with each group of key/value heads replaced by a random head."""
+        """Return the layer with new random keys and values in place of each group of heads."""
         from kvfold.convert.transforms.fold import pool
 
         weights = pool.draw_random_heads(

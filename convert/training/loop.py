@@ -23,7 +23,7 @@ from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.training.steps import (
     freeze_constant_channel,
     measure_channel_scales,
-    measure_tensor_sizes,
+    measure_tensor_rms,
     scale_adam_steps,
 )
 from kvfold.convert.walk.walk import Student
@@ -86,7 +86,7 @@ class TrainingTask(ABC):
         scale_adam_steps(
             self.optimizer,
             self.trained,
-            measure_tensor_sizes(self.trained, slices),
+            measure_tensor_rms(self.trained, slices),
             slices,
             channels,
         )

@@ -118,7 +118,7 @@ def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
     return local.narrow(0, int(where[0]) if len(where) else 0, len(where))
 
 
-def measure_tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
+def measure_tensor_rms(named: Named, slices: Slices) -> dict[str, float]:
     """Return the root mean square of every tensor by name, which scales its training steps; a bias
     gets that of its weight.
 

@@ -53,8 +53,8 @@ class LinearizedNorm(Tensors):
 
     @property
     def affine(self) -> Tensor:
-        """The map ``rows`` plus the norm's bias, ``[n, D, F]``: yields the average queries or keys
-        for inputs ``[x; 1]``.
+        """The map ``rows`` plus the norm's bias, ``[n, D, F]``: it maps inputs ``[x; 1]`` to
+        queries or keys as they are after an average norm.
         """
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 

@@ -134,8 +134,9 @@ class Rotary:
         return 2 * self.theta.numel()
 
     def expand_amplitude(self, like: Tensor) -> Tensor:
-        """Return the factor of each dim of a head, ``[D, 1]``, for the projections ``like [heads,
-        D, n]``: the amplitude for rotary dims, 1 for others.
+        """Return the factor by which the rotary embedding multiplies each dim of a head (YaRN's
+        attention factor for rotary dims, 1 for others), ``[D, 1]``, for projections such as
+        ``like [heads, D, n]``.
         """
         factors = like.new_ones(like.shape[1], 1)
         factors[: self.dims] = self.amplitude

@@ -33,7 +33,7 @@ from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_lo
 from kvfold.convert.training.steps import (
     freeze_constant_channel,
     has_constant_channel,
-    measure_tensor_sizes,
+    measure_tensor_rms,
     scale_adam_steps,
     scale_gradients,
 )
@@ -168,7 +168,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        sizes = [measure_tensor_sizes(parameters, self.constant)]
+        sizes = [measure_tensor_rms(parameters, self.constant)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
             dist.broadcast_object_list(sizes, src=0)

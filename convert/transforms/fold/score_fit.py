@@ -54,8 +54,8 @@ class ScoreObjective(Objective):
     """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
-        """Return the shared key head with the least squared error of the scores; ``decode [n, D,
-        D]``.
+        """Return the key head that the heads of ``group`` will share, with the least squared error
+        of the attention scores. Its ``decode [n, D, D]`` has a map for each of ``n`` query heads.
         """
         return fit_scores(fit_principal_keys(group), group)
 
@@ -70,8 +70,8 @@ SCORES = ScoreObjective()
 
 
 def fit_principal_keys(group: GroupMoments) -> SharedHead:
-    """Return the shared key head of ``group`` in closed form (`share_keys`), with one map in
-    ``decode`` per query head.
+    """Return the key head that the heads of ``group`` will share, in closed form (`share_keys`).
+    Its ``decode [n, D, D]`` maps the shared key to what each of the ``n`` query heads reads.
     """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(

@@ -123,8 +123,9 @@ class RotationMoments:
         return multiply_pairs(multiply_pairs(moment, self.left).mT, self.right).mT
 
     def _add_covariance(self, moment: Tensor) -> Tensor:
-        """Return ``E[R moment S^T] - E[R] moment E[S]^T``, the part due to varying distances; zero
-        outside the rotary rows.
+        """Return ``E[R moment S^T] - E[R] moment E[S]^T`` for the second moment ``moment`` of two
+        groups of rows, which the rotations ``R`` and ``S`` by a random distance turn: what the
+        variation of the distance adds. It is zero outside the rotary rows.
         """
         rows, columns = self.variation.shape[1:]
         rotary = moment[..., :rows, :columns]

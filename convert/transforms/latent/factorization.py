@@ -238,18 +238,19 @@ def _make_latent_weights(
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
     ).map(lambda tensor: tensor.to(dtype).contiguous())
-    return latent if not divided else _keep_norms(latent, layer, factors, mean, distances)
+    return latent if not divided else _keep_source_norms(latent, layer, factors, mean, distances)
 
 
-def _keep_norms(
+def _keep_source_norms(
     latent: LatentWeights,
     layer: LayerProjections,
     factors: LatentFactors,
     mean: Tensor,
     distances: DistanceMixture,
 ) -> LatentWeights:
-    """Return ``latent``, which was fitted to keys divided by one number per head, with the source's
-    norms on queries and keys added.
+    """Return ``latent`` with the source's norms on queries and keys kept in the layer. It was
+    fitted to keys that one constant per head divides in place of the norm, so the weights that
+    read the latent are multiplied by that constant.
     """
     source = layer.source
     assert layer.divisors is not None

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice
 from kvfold.convert.training.steps import (
     measure_channel_scales,
-    measure_tensor_sizes,
+    measure_tensor_rms,
     scale_adam_steps,
 )
 
@@ -32,11 +32,11 @@ def test_every_tensor_learns_in_proportion_to_its_size():
         "b.weight": nn.Parameter(torch.zeros(2, 2)),
     }
     held = {"a.weight": ConstantSlice(1, 2, 1 / CONSTANT)}
-    sizes = measure_tensor_sizes(named, held)
+    sizes = measure_tensor_rms(named, held)
     # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the
     # same.
     assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
-    assert measure_tensor_sizes(named, {})["a.weight"] > 500
+    assert measure_tensor_rms(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
     scale_adam_steps(optimizer, named, sizes, held, {})
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -56,7 +56,7 @@ def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_les
     named = {"proj.weight": weight}
     optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-12)
     scale_adam_steps(
-        optimizer, named, measure_tensor_sizes(named, {}), {}, measure_channel_scales(named, {})
+        optimizer, named, measure_tensor_rms(named, {}), {}, measure_channel_scales(named, {})
     )
     for _ in range(3):
         optimizer.zero_grad()
