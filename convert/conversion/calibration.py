@@ -1,5 +1,5 @@
-"""Convert with calibration text: load the source model as a stream of layers and the tokens, run
-both models, convert a layer by them, and measure the result.
+"""Load what a calibrated conversion runs, the source model as a stream of layers and the tokens,
+and measure the converted checkpoint by both.
 """
 
 import sys
@@ -20,7 +20,6 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
-from kvfold.convert.conversion.layers import fit_layer
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.device import choose_autocast_dtype, choose_device
@@ -36,14 +35,7 @@ from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
-from kvfold.convert.training.refine import RefineSettings, refine_layer
-from kvfold.convert.transforms.fold.grouping import PairLosses
-from kvfold.convert.walk.output_fit import AttentionUpdate, refit_output_projection
 from kvfold.convert.walk.walk import (
-    Step,
-    Student,
-    Teacher,
-    Walk,
     check_finite,
     choose_chunk_size,
 )
@@ -174,84 +166,6 @@ def _write_sequences(
     with replace_file(saved) as new:
         torch.save(tokens, new)
     return tokens
-
-
-def open_walk(
-    plan: Plan, calibration: Calibration, refine: int | str, statistics_from: int
-) -> Walk:
-    """Return an iterator over the layers of the source model. It runs the calibration and held-out
-    tokens through each source layer and through the converted model so far.
-
-    Statistics of the calibration sequences begin with layer ``statistics_from``, if the method
-    needs them.
-    """
-    tokens = calibration.tokens
-    reads_text = plan.method.reads_text
-    # The calibration sequences are run for what is fitted to the student.
-    fits = reads_text or bool(refine)
-    teacher = Teacher(
-        calibration.source,
-        tokens.held_out,
-        processes.shard(tokens.calibration) if fits else None,
-        plan.model,
-        statistics_from if reads_text else plan.geometry.layers,
-    )
-    return Walk(teacher, build_student(plan, calibration))
-
-
-def build_student(plan: Plan, calibration: Calibration) -> Student:
-    """Return the converted model as a stream of layers, to run before its checkpoint is complete.
-    Converted tensors are added to it layer by layer; all others are read from the source.
-    """
-    return Student(calibration.source, plan.output, recast=plan.request.dtype != "auto")
-
-
-def convert_layer(
-    plan: Plan, step: Step, refine: int | str, shared: dict[bool, PairLosses] | None = None
-) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the output tensors of the converted layer at ``step``, by their names in the output
-    files, and the layer's notes for ``kvfold.json``.
-
-    The method fits the layer, a regression adjusts the output projection to the student's inputs,
-    and ``refine`` steps of training follow. `fit_layer` explains ``shared``.
-    """
-    # Statistics are sums over all processes; one fit for all of them keeps their students equal.
-    layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
-    weights = layer.weights
-    if plan.method.reads_text:
-        weights = refit_output_projection(step, weights, make_attention_update(plan))
-    tensors = plan.output.encode_layer(step.index, weights)
-    if not refine:
-        return tensors, dict(layer.notes)
-    refined = refine_layer(step, tensors, make_refinement(plan, refine))
-    refinement = {
-        "before": refined.errors[0],
-        "after": min(refined.errors),
-        "steps": refined.steps,
-        "kept": refined.best_step,
-    }
-    return refined.tensors, {**layer.notes, "refinement": refinement}
-
-
-def make_refinement(plan: Plan, steps: int | str) -> RefineSettings:
-    """Return the training task that refines one converted layer in ``steps`` steps: which norms and
-    scales act on its attention output, and whether it has a constant channel to keep.
-    """
-    update = make_attention_update(plan)
-    if plan.latent is None or plan.output.code is not None:
-        return RefineSettings(steps, plan.request.seed, update, update)
-    # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
-    # weights.
-    return RefineSettings(steps, plan.request.seed, update, constant=plan.latent.constant)
-
-
-def make_attention_update(plan: Plan) -> AttentionUpdate:
-    """Return how the source's layers add the attention output to the residual stream: the residual
-    scale, and the name of a norm after the attention, if any.
-    """
-    norms = plan.model.names_by_role.get(("attention_post_norm", 0))
-    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
-    return AttentionUpdate(plan.model.block.residual_scale, norm)
 
 
 @torch.no_grad()

@@ -121,7 +121,7 @@ def _convert_layers(
             weights = fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
         return
-    from kvfold.convert.conversion.calibration import convert_layer, open_walk
+    from kvfold.convert.conversion.layers import convert_layer, open_walk
 
     finished = journal.finished_count
     walk = open_walk(plan, calibration, plan.request.refine, finished)

@@ -15,8 +15,9 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import sync_path
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion.calibration import Calibration, build_student
+from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE
+from kvfold.convert.conversion.layers import build_student
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.training.budget import POLISH_ROUND, count_polish_steps, count_step_tokens

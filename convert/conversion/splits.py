@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibration import Calibration, convert_layer, open_walk
-from kvfold.convert.conversion.layers import read_source_layer
+from kvfold.convert.conversion.calibration import Calibration
+from kvfold.convert.conversion.layers import convert_layer, open_walk, read_source_layer
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import ProgressStages

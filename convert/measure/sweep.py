@@ -36,12 +36,8 @@ from kvfold.attention.drift.metrics import (
 )
 from kvfold.attention.drift.report import compute_perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import (
-    Calibration,
-    build_student,
-    convert_layer,
-    load_source_and_text,
-)
+from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
+from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import format_text_name, get_package_versions

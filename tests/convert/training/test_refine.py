@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import make_refinement, open_source_stream
-from kvfold.convert.conversion.layers import fit_layer
+from kvfold.convert.conversion.calibration import open_source_stream
+from kvfold.convert.conversion.layers import fit_layer, make_refinement
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.refine import (
