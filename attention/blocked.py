@@ -17,7 +17,8 @@ block by block. Queries that see no key get zeros.
 and for decoding over a latent cache (``latent.py``).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -131,20 +132,34 @@ class AttentionScores:
                     (row_end - row, group_end - group, members, last - first, high - low),
                 )
 
-    def compute_scores(self, block: Block) -> Tensor:
-        """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``."""
-        pairs = zip(self.queries, self.keys, strict=True)
-        products = [
-            multiply_keys(self.scale * block.select_queries(query), block.select_keys(key))
-            for query, key in pairs
-        ]
-        return products[0] if len(products) == 1 else products[0].add_(products[1])
-
-    def compute_weights(self, block: Block) -> Tensor:
-        """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
-        width]``. The row of a query that sees no key is zero.
+    def allocate_memory(self, blocks: Sequence[Block]) -> Tensor:
+        """Return memory for the scores of the largest of ``blocks``, ``[n]``. Blocks that are
+        computed one after the other share it, because new memory for each costs page faults.
         """
-        scores = self.compute_scores(block)
+        return self.queries[0].new_empty(max([0, *(math.prod(block.shape) for block in blocks)]))
+
+    def compute_scores(self, block: Block, memory: Tensor | None = None) -> Tensor:
+        """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``, in
+        ``memory [n]`` if it is given.
+        """
+        batch, groups, members, rows, width = block.shape
+        out = None
+        if memory is not None:
+            out = memory[: math.prod(block.shape)].view(batch * groups, members * rows, width)
+        factors = [
+            (self.scale * block.select_queries(query), block.select_keys(key))
+            for query, key in zip(self.queries, self.keys, strict=True)
+        ]
+        scores = multiply_keys(*factors[0], out)
+        for rows_of_part, keys_of_part in factors[1:]:
+            scores += multiply_keys(rows_of_part, keys_of_part)
+        return scores
+
+    def compute_weights(self, block: Block, memory: Tensor | None = None) -> Tensor:
+        """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
+        width]``, in ``memory [n]`` if it is given. The row of a query that sees no key is zero.
+        """
+        scores = self.compute_scores(block, memory)
         maps = scores.view(block.shape)
         if self.softcap is not None:
             maps.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -215,8 +230,10 @@ def weigh_values(
     """
     query = scores.queries[0]
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    for block in scores.split_into_blocks():
-        weights = scores.compute_weights(block)
+    blocks = list(scores.split_into_blocks())
+    memory = None if saved is not None else scores.allocate_memory(blocks)
+    for block in blocks:
+        weights = scores.compute_weights(block, memory)
         _write_block_rows(result, block, multiply_values(weights, block.select_keys(value)))
         if saved is not None:
             saved.append(weights)
@@ -269,8 +286,10 @@ class _BlockedAttention(torch.autograd.Function):
         value_grad = grad.new_zeros(value.shape, dtype=wide)
         sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
         with torch.autocast(grad.device.type, enabled=False):
-            for index, block in enumerate(scores.split_into_blocks()):
-                weights = saved[index] if saved else scores.compute_weights(block)
+            blocks = list(scores.split_into_blocks())
+            memory = None if saved else scores.allocate_memory(blocks)
+            for index, block in enumerate(blocks):
+                weights = saved[index] if saved else scores.compute_weights(block, memory)
                 grad_rows = block.select_queries(grad)
                 block.select_keys(value_grad).add_(weights.mT @ grad_rows)
                 change = multiply_keys(grad_rows, block.select_keys(value))
@@ -317,16 +336,16 @@ def _choose_key_step(keys: Tensor) -> int:
     return max(_FEWEST_IN_STEP, 1 << max(0, (keys.shape[-2] // 16).bit_length() - 1))
 
 
-def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
+def multiply_keys(rows: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``rows keys^T``, ``[n, r, w]``, for queries ``rows [n, r, d]`` and ``keys
-    [n, w, d]``.
+    [n, w, d]``, in ``out`` if it is given.
     """
     remainder = keys.shape[1] % _choose_key_step(keys)
     if not remainder:
-        return torch.bmm(rows, keys.mT)
+        return torch.bmm(rows, keys.mT, out=out)
     even = torch.bmm(rows, keys[:, :-remainder].mT)
     rest = torch.bmm(rows.float(), keys[:, -remainder:].float().mT)
-    return torch.cat([even, rest.to(even.dtype)], -1)
+    return torch.cat([even, rest.to(even.dtype)], -1, out=out)
 
 
 def multiply_values(weights: Tensor, values: Tensor) -> Tensor:

@@ -65,10 +65,12 @@ class Visibility:
         """
         slots = torch.arange(keys.start, keys.stop, device=device)
         positions = torch.arange(queries.start, queries.stop, device=device)[:, None] + self.offset
-        behind = positions - slots
-        seen = behind[None] >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)[None]
+        seen = slots <= positions
+        if not self.causal:
+            seen = torch.ones_like(seen)
         if self.window is not None:
-            seen = seen & (behind < self.window)
+            seen = seen & (positions - slots < self.window)
+        seen = seen[None]
         if self.starts is not None:
             seen = seen & (slots >= self.starts[:, None, None])
         if self.lengths is not None:

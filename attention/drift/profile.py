@@ -56,8 +56,10 @@ def sum_attention_weights(
         device=query.device,
     )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
-    for block in scores.split_into_blocks(buffers=2):
-        weights = scores.compute_weights(block)
+    blocks = list(scores.split_into_blocks(buffers=2))
+    memory = scores.allocate_memory(blocks)
+    for block in blocks:
+        weights = scores.compute_weights(block, memory)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, *block.shape[-2:])
         sums = total[block.batch, block.groups].view(len(maps), -1)
