@@ -21,7 +21,8 @@ from kvfold.attention.checks import expect_at_least, expect_dtype_and_device, ex
 @dataclass(frozen=True)
 class Visibility:
     """Which keys each query sees, as a rule instead of a matrix: causal or not, query offset,
-    window, and left padding ``starts [B]`` or None.
+    window, and the slots from ``starts [B]`` to before ``lengths [B]`` that are not padding (None:
+    all).
     """
 
     causal: bool = True

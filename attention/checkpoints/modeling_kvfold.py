@@ -140,7 +140,7 @@ class GroupedSelfAttention(SelfAttention):
         hidden_states: Tensor,
         positions: Tensor | None,
         cache: Any,
-        *mask: Any,
+        mask: Any,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs ``[B, T, H, D]`` and the attention weights, if computed; adds
@@ -149,7 +149,7 @@ class GroupedSelfAttention(SelfAttention):
         query, key, value = self.project(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return apply_attention(self, query, key, value, *mask, **options)
+        return apply_attention(self, query, key, value, mask, **options)
 
     def project(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Return the new tokens' rotated queries ``[B, H, T, D]`` and keys ``[B, G, T, D]``, and
@@ -234,10 +234,10 @@ class LatentSelfAttention(SelfAttention):
     def attend(
         self, hidden_states: Tensor, positions: Tensor | None, cache: Any, mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        # queries for the latents [B, H, T, N], and those for the rotary keys [B, H, T, P]
         """Return the heads' outputs ``[B, T, H, D]`` and the attention weights, if computed; adds
         the new latents to the cache.
         """
+        # queries for the latents [B, H, T, N], and those for the rotary keys [B, H, T, P]
         query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
         if self.norm is None:
             query, rope_query = query.transpose(1, 2).tensor_split([self.head_dim], -1)
@@ -265,7 +265,9 @@ class LatentSelfAttention(SelfAttention):
             rope = rope[..., : self.rope_dim]
         # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
-            return self.attend_to_latents(query, rope_query, latent, rope, mask, key_scales)
+            return self.attend_to_latents(
+                query, rope_query, latent, rope, mask, key_scales, **options
+            )
         key, value = (
             projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection in (self.k_up_proj, self.v_up_proj)
@@ -284,7 +286,8 @@ class LatentSelfAttention(SelfAttention):
         rope: Tensor,
         mask: Tensor | None,
         key_scales: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         """Return outputs and weights of one decoding step (``T = 1``) that attends to the cached
         latents without computing keys or values.
 
@@ -303,11 +306,12 @@ class LatentSelfAttention(SelfAttention):
         query = torch.cat([query @ up_key, rope_query], -1).transpose(1, 2)
         key = torch.cat([latent, rope], -1)
         mask = None if mask is None else mask.transpose(1, 2)
-        outputs, weights = eager_attention_forward(
-            self, query, key, latent, mask, self.scaling, key_scales=key_scales, **self.rules
-        )
+        options["is_causal"] = False
+        if key_scales is not None:
+            options["key_scales"] = key_scales
+        outputs, weights = apply_attention(self, query, key, latent, mask, **options)
         outputs = torch.einsum("bhtr,hdr->bthd", outputs, up_value)
-        return outputs, weights.transpose(1, 2)
+        return outputs, None if weights is None else weights.transpose(1, 2)
 
 
 VARIANTS = {
@@ -363,9 +367,9 @@ def apply_attention(
     """Return the output ``[B, T, H, D]`` of the attention function named in the config (sdpa,
     flash_attention_2, eager, ...), and the attention weights or None.
     """
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
-        module.config._attn_implementation, eager_attention_forward
-    )
+    # no other attention function can scale scores by key
+    name = "eager" if "key_scales" in options else module.config._attn_implementation
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     output, weights = function(
         module,
         query,
@@ -396,7 +400,10 @@ def eager_attention_forward(
     torch. ``key_scales [B, H, S]`` multiply the scores.
     """
     repeats = query.shape[1] // key.shape[1]
-    scores = scaling * query @ key.repeat_interleave(repeats, 1).mT
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    scores = scaling * query @ key.mT
     if key_scales is not None:
         scores = scores * key_scales[:, None]
     if softcap is not None:
@@ -409,7 +416,7 @@ def eager_attention_forward(
     # as transformers does in every eager attention
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ value.repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), weights
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class AttentionReplacementMixin:

@@ -158,10 +158,10 @@ class LoadedStream:
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
-        # generation runs in the dtype of the model itself, whatever the stream computes in
         """Return by how many bytes per token the model's generation cache grows, summed over all
         layers.
         """
+        # generation runs in the dtype of the model itself, whatever the stream computes in
         device = next(self.model.parameters()).device
 
         def enter(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
