@@ -148,14 +148,14 @@ class PolishTask(TrainingTask):
         self.figures: dict[str, float] = {}
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
+        """Return the learning rate after ``step`` steps: smaller the closer the model was to its
+        teacher before training.
+        """
         # Near its minimum the KL grows with the square of the distance, so the distance to the
         # minimum is proportional to the root of the error before training. A higher rate would move
         # a model that is close to its minimum away from it. The changes of all layers add up, and
         # so do those of a matrix's inputs. Rounding may make the error of a lossless model
         # negative.
-        """Return the learning rate after ``step`` steps: smaller the closer the model was to its
-        teacher before training.
-        """
         distance = min(1.0, math.sqrt(max(errors[0], 0.0)))
         width = self.held_out.states.shape[-1]
         peak = _RATE / len(self.layers) * distance / math.sqrt(width)
@@ -168,6 +168,7 @@ class PolishTask(TrainingTask):
         """
         if own := processes.shard(batch):
             tokens, states = self.text.read(own)
+            self.load_masters()
             with self.stream.use_training_precision():
                 hidden = self.run_layers(tokens)
             # Gradients of the last layer's output add up here, a few positions at a time, and go
@@ -192,6 +193,7 @@ class PolishTask(TrainingTask):
         """Return means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
         teacher's loss (all in nats), and ``top_1_agreement``.
         """
+        self.load_masters()
         tokens = self.held_out.tokens
         sums = torch.zeros(4, dtype=torch.float64)
         size = choose_batch_size(tokens.shape[1])
@@ -207,9 +209,8 @@ class PolishTask(TrainingTask):
 
     def run_layers(self, tokens: Tensor) -> Tensor:
         """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens
-        [B, T]``.
+        [B, T]``, by the weights of the last `load_masters`.
         """
-        self.load_masters()
         hidden = self.stream.embed(tokens)
         for layer in self.layers:
             hidden = layer(hidden).states

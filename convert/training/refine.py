@@ -227,9 +227,10 @@ class RefineExamples:
     """All training or held-out sequences for refining a layer, with the size of the teacher's
     attention update.
 
-    chunks  this process's share of them, in the walk's chunks
-    energy  the weighted mean square of the teacher's attention update, over those of all processes
-    count   the number of sequences of all processes
+    chunks  this process's share of the training sequences, or all held-out ones, in the walk's
+            chunks
+    energy  the weighted mean square of the teacher's attention update, over all processes
+    count   the number of sequences, summed over processes; only used of training sequences
     """
 
     chunks: list[ExampleChunk]
@@ -242,7 +243,7 @@ def make_examples(
     update: AttentionUpdate, layer: OpenLayer, chunks: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> RefineExamples:
     """Return the sequences on which a layer is refined or evaluated. Every process must call this,
-    with its share of the sequences.
+    with its share of the training sequences or with all held-out ones.
 
     A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
     output, and the student's residual stream; ``update`` is the teacher's.

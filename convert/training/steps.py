@@ -76,8 +76,8 @@ def scale_adam_steps(
 
     @torch.no_grad()
     def copy_tensors(*_: Any) -> None:
-        # Looked up at every step, because sharding replaces the tensors in the groups.
         """Before a step, copy the tensors whose steps are shortened."""
+        # Looked up at every step, because sharding replaces the tensors in the groups.
         for group in optimizer.param_groups:
             name = group["name"]
             tensor = group["params"][0].data
@@ -127,8 +127,9 @@ def measure_tensor_rms(named: Named, slices: Slices) -> dict[str, float]:
     """
     sizes: dict[str, float] = {}
     for name, tensor in named.items():
-        free = tensor.detach().float().clone()
+        free = tensor.detach().float()
         if name in slices:
+            free = free.clone()
             free.select(slices[name].axis, slices[name].index).zero_()
         sizes[name] = max(_MIN_SIZE, float(_compute_mean_square(free).sqrt()))
     weights = {name: name.removesuffix(".bias") + ".weight" for name in sizes if ".bias" in name}
