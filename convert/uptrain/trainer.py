@@ -88,7 +88,7 @@ def make_training_arguments(
         output_dir=str(request.work),
         max_steps=request.steps,
         per_device_train_batch_size=micro_batch,
-        per_device_eval_batch_size=1,
+        per_device_eval_batch_size=choose_batch_size(request.seq_len),
         gradient_accumulation_steps=share // micro_batch,
         train_sampling_strategy="sequential",
         learning_rate=request.relative_lr or rate,
@@ -166,6 +166,12 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             eval_dataset=[{"input_ids": row} for row in held_out],
             callbacks=[RunCallback(request.quiet)],
         )
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version != 2:
+            raise InputError(
+                "FSDP version 1 flattens weights, but uptraining needs separate tensors for their"
+                " learning rates; set fsdp_version: 2, as in convert/data/fsdp.yaml"
+            )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
         sizes = [measure_tensor_rms(parameters, self.constant)]

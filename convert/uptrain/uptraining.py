@@ -114,7 +114,12 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():
             locks.enter_context(lock_output(request.work.absolute()))
-        return _run_uptraining(request, source)
+        try:
+            return _run_uptraining(request, source)
+        except BaseException as error:
+            if any(request.work.glob("checkpoint-*")):
+                error.add_note(f"{request.work} is kept: the same command continues")
+            raise
 
 
 def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
@@ -195,7 +200,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
     before = {}
     if started.is_file() and not links:
         before = parse_json_object(started, read_bytes(started))
-    if links or (any(work.glob("*")) and before.keys() != {"options", "files"}):
+    exists = work.is_file() or any(work.glob("*"))
+    if links or (exists and before.keys() != {"options", "files"}):
         raise InputError(
             f"{work}: the training writes its checkpoints into this folder, but it contains links"
             " or files of something else; move them away or choose another OUT"

@@ -90,6 +90,24 @@ def test_a_folder_that_no_run_wrote_is_left_alone(request_):
     assert len(list(request_.work.iterdir())) == 2
 
 
+def test_a_file_in_place_of_the_folder_is_left_alone(request_):
+    shutil.rmtree(request_.work)
+    request_.work.write_text("mine")
+    with pytest.raises(InputError, match="something else"):
+        resume(request_)
+    assert request_.work.read_text() == "mine"
+
+
+def test_an_interrupted_run_says_what_is_kept(request_, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uptraining, "_run_uptraining", interrupt)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        uptrain_checkpoint(request_)
+    assert "out.training is kept" in str(raised.value.__notes__)
+
+
 def test_two_runs_to_one_output(request_):
     with (
         lock_output(request_.work),
