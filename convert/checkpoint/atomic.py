@@ -24,7 +24,7 @@ from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals
 
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-_TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
+_TOKEN = r"-[0-9a-f]{8}(\.old)?$"
 _ASIDE = ".old"
 # of Linux's renameat2
 _AT_FDCWD = -100
@@ -88,8 +88,10 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
     if not names:
         return
     recorded: dict[str, str] = {}
-    with suppress(InputError):
-        recorded, _ = read_hashes(target)
+    # kvfold writes no links: a snapshot in the hub cache has them
+    if not (target / RECORD).is_symlink():
+        with suppress(InputError):
+            recorded, _ = read_hashes(target)
     if not recorded:
         raise InputError(
             f"{target} already exists, and kvfold did not write it (no {RECORD} with a list of"
@@ -127,7 +129,7 @@ def open_output_folder(
     """
     target = resolve_output_path(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, lock_output(target) as locked:
-        pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN.pattern)
+        pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN)
         # without locks, the folder of a run at work could not be told from that of a killed one
         stale = [
             Path(entry.path)
@@ -227,8 +229,9 @@ def _open_lock_file(path: Path) -> int | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # its last holder may have removed the file between our open and our lock
-            if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                    return handle
         except OSError as error:
             os.close(handle)
             if error.errno in _LOCKLESS:

@@ -64,7 +64,9 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         # shape, and that together they fill the file.
         with safe_open(path, framework="numpy"):
             base = read_header_end(path)
-        entries = json.loads(read_bytes(path, base)[_LENGTH_BYTES:])
+        entries = json.loads(
+            read_bytes(path, base)[_LENGTH_BYTES:], object_pairs_hook=_build_unique_dict
+        )
         entries.pop("__metadata__", None)
         tensors = []
         for name, entry in entries.items():
@@ -82,6 +84,14 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
             " again"
         ) from None
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
+
+
+def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ValueError if a name occurs twice."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return entries
 
 
 def read_header_end(path: Path) -> int:

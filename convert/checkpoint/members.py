@@ -133,9 +133,10 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     return path
 
 
-def read_checkpoint_file(folder: Path, name: str) -> bytes:
-    """Return the content of one file of a checkpoint, except a weight file. Raises InputError if
-    the file is larger than 64 MiB, or a link that leads out of ``folder``.
+def read_checkpoint_file(folder: Path, name: str, length: int | None = None) -> bytes:
+    """Return the content of one file of a checkpoint, except a weight file, or only its first
+    ``length`` bytes. Raises InputError if the file is larger than 64 MiB, or a link that leads out
+    of ``folder``.
     """
     path = resolve_checkpoint_file(folder, name)
     if (size := path.stat().st_size) > _LARGEST_FILE:
@@ -143,7 +144,7 @@ def read_checkpoint_file(folder: Path, name: str) -> bytes:
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
             " are allowed; download it again"
         )
-    return read_bytes(path)
+    return read_bytes(path, length)
 
 
 # JSON, config.json and kvfold.json

@@ -224,11 +224,11 @@ def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
     HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
+    if _resolve_local_folder(model) is not None:
+        return open_checkpoint(model)
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or _resolve_local_folder(model) is not None:
-        return open_checkpoint(model)
-    fetched = hub.fetch_tensor_headers(str(model))
+    fetched = None if constants.HF_HUB_OFFLINE else hub.fetch_tensor_headers(str(model))
     if fetched is None:
         return open_checkpoint(model)
     folder, tensors = fetched
@@ -282,7 +282,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in (*extra, *({CARD} & {*names})):
         with _collect_problems(problems):
-            read_checkpoint_file(folder, name)
+            read_checkpoint_file(folder, name, 1)
     read = read_header
     if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import read_legacy_header
@@ -290,7 +290,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         read = read_legacy_header
     weight_map = _read_weight_map(folder, entry)
     paths = {}
-    tensors: dict[str, TensorInfo] = {}
+    stored: dict[tuple[str, str], TensorInfo] = {}
     for file in sorted(set(weight_map.values())) or [entry]:
         with _collect_problems(problems):
             path = paths[file] = resolve_checkpoint_file(folder, file, entry)
@@ -299,17 +299,17 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
                 raise InputError(
                     f"{file} is a Git LFS pointer, not the file; fetch it with `git lfs pull`"
                 )
-            tensors |= {info.name: info for info in read(path, file)}
+            stored |= {(info.name, info.file): info for info in read(path, file)}
     if weight_map and not problems:
-        stored = {(info.name, info.file) for info in tensors.values()}
         problems = [
             f"{entry} and {file} disagree about tensor {name!r}; fetch both again"
-            for name, file in sorted(stored ^ weight_map.items())
+            for name, file in sorted(stored.keys() ^ weight_map.items())
         ]
     if problems:
         problem, *further_problems = problems
         raise InputError(problem, further_problems)
     legacy = entry in LEGACY
+    tensors = {info.name: info for info in stored.values()}
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
     _refuse_quantized(checkpoint)
     return checkpoint

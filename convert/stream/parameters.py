@@ -87,19 +87,25 @@ class WeightMap:
         inside = [target for target in self.expected if target.startswith(prefix)]
         missing = [target for target in inside if target not in sourced]
         if missing:
-            raise InputError(
-                f"the checkpoint lacks tensors for {len(missing)} parameters of"
-                f" {type(self.model).__name__}; download the model again",
-                missing,
-            )
+            raise self._describe_missing(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def find_source(self, target: str) -> WeightSource:
         """Return the `WeightSource` of the parameter ``target``, or of the one that it is tied to.
         Raises InputError if the checkpoint has tensors for neither.
         """
-        self.find_sources(target)
-        return self.sources.get(target) or self.sources[self.tied[target]]
+        source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
+        if source is None:
+            raise self._describe_missing([target])
+        return source
+
+    def _describe_missing(self, missing: list[str]) -> InputError:
+        """Return the error that the checkpoint lacks tensors for the parameters ``missing``."""
+        return InputError(
+            f"the checkpoint lacks tensors for {len(missing)} parameters of"
+            f" {type(self.model).__name__}; download the model again",
+            missing,
+        )
 
     def load_parameters(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str

@@ -157,15 +157,18 @@ def test_out_exists(out: Path) -> None:
         resolve_output_path(out, overwrite=None)
 
 
-@pytest.mark.parametrize("record", [None, "link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "record", [None, "link", "inner link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}']
+)
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
     tmp_path: Path, out: Path, record: str | None, overwrite: bool
 ) -> None:
     fill(out, "trained")
-    (out / RECORD).rename(tmp_path / "record")
-    if record == "link":
-        (out / RECORD).symlink_to(tmp_path / "record")
+    moved = out / ".gitattributes" if record == "inner link" else tmp_path / "record"
+    (out / RECORD).rename(moved)
+    if record in ("link", "inner link"):
+        (out / RECORD).symlink_to(moved)
     elif record is not None:
         (out / RECORD).write_text(record)
     for model in (None, "owner/name"):

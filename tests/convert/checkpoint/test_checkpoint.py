@@ -45,6 +45,12 @@ def write_index(folder: Path, weight_map: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
 
 
+def write_header(folder: Path, header: Any) -> None:
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text
+    (folder / "model.safetensors").write_bytes(data)
+
+
 def problems_of(model: Path | str) -> list[str]:
     with pytest.raises(InputError) as caught:
         open_headers_only(model)
@@ -163,12 +169,19 @@ def test_headers_of_names_and_shapes_that_no_tensor_has(
     folder: Path, name: str, shape: list[int]
 ) -> None:
     """``tests/fuzz`` compares further headers with what the safetensors library takes."""
-    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
-    data = struct.pack("<Q", len(header)) + header
-    (folder / "model.safetensors").write_bytes(data)
+    write_header(folder, {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}})
     began = time.process_time()
     assert problems_of(folder)[0].startswith("model.safetensors: ")
     assert time.process_time() - began < 2  # also where numbers are huge, or dims many
+
+
+def test_a_name_that_occurs_twice_in_a_header(folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    write_header(folder, {"t": entry, "u": entry})
+    assert len(open_checkpoint(folder).tensors) == 2
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"u"', b'"t"'))
+    assert "twice" in problems_of(folder)[0]
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
@@ -177,6 +190,10 @@ def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> N
     told = " ".join(problems_of(sharded))
     assert all(name in told for name in ("'gone'", "'b'", "'extra'"))
     assert "'c'" not in told
+    save_file({"b": torch.ones(1), "c": torch.ones(1)}, sharded / SECOND)
+    write_index(sharded, {"a": FIRST, "b": SECOND, "c": SECOND})
+    (twice,) = problems_of(sharded)
+    assert "'b'" in twice
     write_index(sharded, {"a": "model-7.safetensors", "b": "model-8.safetensors", "c": SECOND})
     missing, other = problems_of(sharded)
     assert "model-7" in missing

@@ -81,11 +81,13 @@ def test_two_ways_to_one_parameter_are_refused(
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_tied_parameters_come_from_each_other() -> None:
+def test_tied_parameters_come_from_each_other(refused: Any) -> None:
     tied = build_empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
     weights = WeightMap(tied, names)
     assert weights.find_source("lm_head.weight").names == ("model.embed_tokens.weight",)
+    with refused():
+        WeightMap(tied, []).find_source("lm_head.weight")
 
 
 @pytest.mark.parametrize(
