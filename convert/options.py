@@ -73,6 +73,8 @@ class Option:
             return None
         if not self.is_tuple:
             return self._parse_single_value(value)
+        if value is None:
+            value = ()
         if isinstance(value, str) and not (self.argument or self.multiple):
             value = [item.strip() for item in value.split(",") if item.strip()]
         items = value if isinstance(value, (list, tuple)) else [value]

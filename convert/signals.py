@@ -122,10 +122,8 @@ def limit_resources(seconds: float) -> Iterator[None]:
     timeout = ctypes.py_object(TimeoutError)
 
     def watch_limits() -> None:
+        """Raise TimeoutError in the calling thread every ``seconds`` until the context ends."""
         # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
-        """Wait in a thread of its own, and raise TimeoutError in the main code when the time is
-        over.
-        """
         while not ended.wait(seconds):
             # no signal: it would reach only the main thread
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, timeout)
@@ -134,9 +132,12 @@ def limit_resources(seconds: float) -> Iterator[None]:
     watcher.start()
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     statistics = Path("/proc/self/statm")
-    if statistics.exists() and before == resource.RLIM_INFINITY:  # Linux
+    if statistics.exists():  # Linux
         present = int(statistics.read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (present + _MEMORY, hard))
+        soft = present + _MEMORY
+        if before != resource.RLIM_INFINITY:
+            soft = min(soft, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     try:
         yield
     finally:

@@ -75,7 +75,7 @@ def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     record = parse_json_object(folder / RECORD, read_checkpoint_file(folder, RECORD))
     with suppress(AttributeError):  # no objects
         tensors = record.get("tensors", {})
-        hashes = {name: str(entry.get("sha256")) for name, entry in tensors.items()}
+        hashes = {name: entry["sha256"] for name, entry in tensors.items() if entry.get("sha256")}
         files = record.get("files", {})
         if all(isinstance(digest, str) for digest in files.values()):
             return files, hashes

@@ -41,10 +41,9 @@ class Verification:
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     """Compare the checkpoint ``out`` with the hashes in kvfold.json and with its config.json.
-    ``problems`` of the result lists all differences. Raises InputError if the checkpoint cannot be
-    opened at all.
+    ``problems`` of the result lists all differences.
 
-    Raises InputError when it cannot be opened at all.
+    Raises InputError if it cannot be opened at all, or its kvfold.json has no hashes of tensors.
 
     >>> verify_checkpoint(demo_folder()).problems
     []
@@ -66,6 +65,11 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
 
     with closing(opened) as checkpoint:
         files, tensors = read_hashes(checkpoint.folder)
+        if files and not tensors:
+            raise InputError(
+                f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it,"
+                " so the weights cannot be compared with it; convert the model again"
+            )
         problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(

@@ -94,9 +94,24 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
 
 
 @pytest.mark.parametrize(
-    "content", ["[", '{"files": 3}', '{"files": {"x": 1}}', '{"files": {"../x": "a"}}']
+    "content",
+    [
+        "[",
+        '{"files": 3}',
+        '{"files": {"x": 1}}',
+        '{"files": {"../x": "a"}, "tensors": {"x": {"sha256": "a"}}}',
+    ],
 )
 def test_a_record_that_is_none(out, content):
     (out / "kvfold.json").write_text(content)
     with pytest.raises(InputError, match=r"kvfold\.json"):
         require_intact(verify_checkpoint(str(out)))
+
+
+def test_a_record_without_hashes_of_tensors(out, refused):
+    record = json.loads((out / "kvfold.json").read_text())
+    for entry in record["tensors"].values():
+        del entry["sha256"]
+    (out / "kvfold.json").write_text(json.dumps(record))
+    with refused():
+        verify_checkpoint(out)
