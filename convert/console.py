@@ -236,7 +236,8 @@ def _reserve_stdout() -> None:
 
 
 def _check_writable(option: str, file: Path) -> None:
-    """Raise InputError if ``file`` cannot be written; missing folders are created.
+    """Raise InputError if ``file`` cannot be written. Missing folders are no obstacle: they are
+    created when the file is written.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """

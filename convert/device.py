@@ -68,8 +68,7 @@ def choose_autocast_dtype(
     checkpoint: Checkpoint, device: torch.device, precision: str = "auto"
 ) -> torch.dtype | None:
     """The dtype for ``torch.autocast`` in training steps and calibration passes; None means float32
-    without autocast. ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device``
-    multiplies matrices faster in it.
+    without autocast.
 
     ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device`` multiplies its
     matrices faster in it.

@@ -54,7 +54,7 @@ def launched_as_rank0() -> bool:
 @contextmanager
 def connect_processes(device: str) -> Iterator[None]:
     """Connect the processes that ``torchrun`` started while the context lasts, by gloo, and between
-    GPUs also by nccl. Each process uses the GPU of its local rank, unless ``device`` is "cpu".
+    GPUs also by nccl.
 
     Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises
     InputError if a machine has fewer GPUs than processes, KvfoldError if the processes do not
@@ -113,7 +113,7 @@ def _convert_exchange_failures() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise KvfoldError(
-            f"another process of this run has ended ({summarize_error(error)[:200]}); see its error"
+            f"another process of this run has ended ({summarize_error(error, 200)}); see its error"
             " above or in its log, then run the same command again"
         ) from error
 

@@ -126,10 +126,10 @@ def _join_projection_heads(
 
 
 def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
-    # The Conv1D of GPT-2 stores [inputs, outputs].
     """``tensor`` transposed if it is a matrix of a class that stores ``[inputs, outputs]``,
     otherwise unchanged.
     """
+    # The Conv1D of GPT-2 stores [inputs, outputs].
     return tensor.T if attention.transposed and tensor.dim() == 2 else tensor
 
 

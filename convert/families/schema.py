@@ -301,11 +301,11 @@ def build_family(table: Any, where: str) -> Family:
 
 
 def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
-    # The dataclass is the schema: its fields are the known keys, those without a default are
-    # required.
     """An instance of the dataclass ``cls`` from a JSON object; ``where`` names the file and section
     in errors.
     """
+    # The dataclass is the schema: its fields are the known keys, those without a default are
+    # required.
     hints = {item.name: item.type for item in fields(cls)}
     values = {
         key: _convert_field(hints.get(key), value, f"{where}: {key}")

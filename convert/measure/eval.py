@@ -332,7 +332,7 @@ def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Sco
         raise option_error(
             "tasks",
             ",".join(request.harness_tasks),
-            f": lm-evaluation-harness rejected them: {summarize_error(error)[:300]}",
+            f": lm-evaluation-harness rejected them: {summarize_error(error)}",
         ) from error
     scores = defaultdict(list)
     for task, documents in results["samples"].items():

@@ -117,7 +117,7 @@ class Sweep:
     @property
     def smallest(self) -> SweepRow | None:
         """The target with the smallest cache whose rise in perplexity is at most ``within``, or
-        None. If several have the same cache size, this is the one with the least loss.
+        None.
 
         If several have the same cache size, this is the one with the least loss.
         """

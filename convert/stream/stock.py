@@ -119,7 +119,7 @@ def _build_on_meta(config: dict[str, Any], dtype: torch.dtype, device: torch.dev
         pending = [
             (name, buffer)
             for name, buffer in module.named_buffers(recurse=False)
-            if f"{path}.{name}" not in stored
+            if f"{path}.{name}".lstrip(".") not in stored
         ]
         for name, buffer in pending:
             setattr(module, name, torch.empty_like(buffer, device=device))

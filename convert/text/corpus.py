@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.members import decode_file_name, parse_json_value
 from kvfold.convert.data import ShippedText, read_documents
 from kvfold.convert.errors import InputError, option_error, summarize_error
@@ -62,8 +63,7 @@ class Corpus:
     def digest(self) -> str:
         """The SHA-256 of the text, or of the name of a dataset."""
         if isinstance(self.source, Path):
-            with self.source.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return hash_file(self.source)
         text = self.source if isinstance(self.source, str) else "\f".join(self.source)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -214,7 +214,7 @@ def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool =
 
 def parse_text_share(spec: str) -> tuple[str, float]:
     """The name and the share of a calibration text written as ``NAME:SHARE``; without a share, it
-    is 1. Raises InputError for a share of 0, which only ``self`` may have.
+    is 1.
 
     Only the share of ``self`` may be 0; others raise InputError.
     """

@@ -131,7 +131,6 @@ def load_calibration(
 
 def draw_sequences(corpus: Corpus, seq_len: int, needed: int, wanted: int, advice: str) -> Tensor:
     """Sequences ``[n, T]``, int32, in random order, from as much text as yields ``wanted`` of them.
-    Raises InputError with ``advice`` if there are fewer than ``needed``.
 
     Raises InputError with ``advice`` if there are fewer than ``needed``.
     """

@@ -317,8 +317,8 @@ class Step:
         self._advance_calibration(layer)
 
     def _advance_calibration(self, layer: OpenLayer) -> None:
-        # Nothing is fitted after the last layer.
         """Run the student's residual streams of the calibration sequences through ``layer``."""
+        # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
             with self.student.stream.use_training_precision():
                 self.calibration[:] = [layer(hidden).states for hidden in self.calibration]
