@@ -40,6 +40,7 @@ class ConfigKey:
     default: Any = ABSENT  # the value when the key is missing, as the stock class has it
     otherwise: Expression = ABSENT  # when the key is null, or missing without a default
     nullable: bool = False  # null means null
+    per_layer: bool = False  # a list with an entry for every layer
 
 
 @dataclass(frozen=True)

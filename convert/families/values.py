@@ -143,4 +143,11 @@ class ConfigValues:
                 f"config.json: {spelling} must be {expected} for model_type"
                 f" {self.family.model_type!r}, but it is {found}"
             )
+        if key.per_layer:
+            layers = evaluate_expression(self.family.sizes.layers, self)
+            if len(value) != layers:
+                raise InputError(
+                    f"config.json: {spelling} must have {layers} entries, one per layer, but it"
+                    f" has {len(value)}"
+                )
         return value
