@@ -165,16 +165,21 @@ def draw_evaluation_inputs(
     """
     config = load_config(source, request.trust_remote_code)
     context = getattr(config, "max_position_embeddings", None) or 2048
-    lengths = sorted(request.lengths or {min(length, context) for length in _LENGTHS})
+    lengths = sorted(set(request.lengths or [min(length, context) for length in _LENGTHS]))
+    # A model that was trained with a BOS token in front loses much without it.
+    prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int64)
+    shortest = _SHORTEST if request.retrieval else len(prefix) + 2
     for length in lengths:
-        if not _SHORTEST <= length <= context:
+        if not shortest <= length <= context:
+            advice = ""
+            if request.retrieval and length < shortest:
+                advice = "; measure shorter texts with --no-retrieval"
             raise option_error(
                 "lengths",
                 length,
-                f"must be {_SHORTEST} to {context}, the positions supported by {source.origin}",
+                f"must be at least {shortest} and at most {context}, the positions supported by"
+                f" {source.origin}{advice}",
             )
-    # A model that was trained with a BOS token in front loses much without it.
-    prefix = torch.tensor(find_prefix_tokens(tokenizer), dtype=torch.int64)
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
     bodies, _ = corpus.read_documents(lengths[-1] * request.samples * _BYTES_PER_TOKEN)
     text = torch.cat([prefix[:0], *tokenize_documents(tokenizer, prefix.tolist(), bodies)])

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -121,6 +122,19 @@ def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
         with refused() as error:
             evaluation.eval_checkpoints(request)
         assert error.value.field == "lengths"
+
+
+def test_a_context_too_short_for_retrieval_is_measured_without(tiny_family, tmp_path, refused):
+    model = shutil.copytree(tiny_family("llama", vocab_size=2048), tmp_path / "llama")
+    add_demo_tokenizer(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    request = EvalRequest(model, model, samples=2, quiet=True)
+    with refused() as error:
+        evaluation.eval_checkpoints(request)
+    assert "--no-retrieval" in str(error.value)
+    rows = evaluation.eval_checkpoints(replace(request, retrieval=False)).rows
+    assert [row["metric"] for row in rows] == ["tokens 1 to 64"]
 
 
 def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
