@@ -33,11 +33,13 @@ CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
 )
-# The largest numbers in a config. Twice the layers of the deepest published model: classes build
-# them one by one, so that a billion would keep a command for hours. Widths far beyond published
-# models: classes compute tables of rotary frequencies from them when they are built.
+# The largest numbers in a config. Twice the layers of the deepest published model, and more experts
+# than any has: both are built or listed one by one, so that a billion would take hours and all
+# memory. Widths far beyond published models: classes compute tables of rotary frequencies from them
+# when they are built.
 _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 1024),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 20),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "rotary_dim"), 1 << 20),
 }

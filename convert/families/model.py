@@ -78,12 +78,6 @@ class AttentionLayer:
     growth: float = 0.0
 
 
-# The most experts of a layer that are listed one by one. A config with a billion of them would
-# otherwise take memory until the system ends the process, before anybody hears that config and
-# files do not belong together.
-_MOST_EXPERTS = 4096
-
-
 def _read_model_sizes(values: ConfigValues) -> ModelSizes:
     """The sizes of the model that the config states. Raises InputError unless the number of query
     heads is a multiple of the key/value heads.
@@ -184,11 +178,6 @@ class Model:
                 name = spec.name.replace("{layer}", str(layer))
                 shape = tuple(int(evaluate_expression(size, scope)) for size in spec.shape)
                 count = 1 if spec.each is None else int(evaluate_expression(spec.each, scope))
-                if count > _MOST_EXPERTS:
-                    raise InputError(
-                        f"config.json: the number of experts must be at most {_MOST_EXPERTS}, not"
-                        f" {count}; check that config.json is of this model"
-                    )
                 for expert in range(count):
                     expert_name = name.replace("{expert}", str(expert))
                     tensors[expert_name] = StoredTensor(expert_name, (role,), layer, shape)
