@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvfold.attention.deepseek import absorb
-from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
@@ -75,12 +75,11 @@ def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: i
     return written[0, len(prompt) :].cpu()
 
 
-def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
-    """The whole model ``name``, a folder or hub id, on the request's device and in its dtype."""
+def load_whole_model(checkpoint: Checkpoint, request: ChatRequest | EvalRequest) -> Any:
+    """The whole model in ``checkpoint``, on the request's device and in its dtype."""
     device = choose_device(request.device)
-    with closing(open_checkpoint(name)) as checkpoint:
-        dtype = choose_compute_dtype(checkpoint, device, request.dtype)
-        return load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
+    dtype = choose_compute_dtype(checkpoint, device, request.dtype)
+    return load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
 
 
 def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
@@ -89,7 +88,7 @@ def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
     """
     with closing(open_checkpoint(name)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
-    model = load_whole_model(name, request)
+        model = load_whole_model(checkpoint, request)
     # Other attention has nothing to absorb.
     with suppress(ValueError):
         absorb(model)

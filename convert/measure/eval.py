@@ -267,7 +267,8 @@ def evaluate_model(
     stages: ProgressStages,
 ) -> ModelResults:
     """The results of the model in ``folder`` on all inputs, loaded for this call alone."""
-    model = load_whole_model(folder, request)
+    with closing(open_checkpoint(folder)) as checkpoint:
+        model = load_whole_model(checkpoint, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}
     for length, questions in documents.questions.items():
