@@ -28,10 +28,7 @@ Frequencies = tuple[list[float], float]  # of each pair in radians per position,
 def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) -> dict[str, Any]:
     """The rope parameters of a layer type under the keys of transformers 5, with ``rope_type`` and
     ``rope_theta``. A rope type that the model's class treats as another is replaced. Raises
-    InputError for parameters of the wrong type.
-
-    If the family's class treats a rope type as another, the other one is returned. Raises
-    ``InputError`` for parameters or a base of the wrong type.
+    InputError for parameters or a base of the wrong type.
     """
     rotary = values.family.rotary
     config = values.config

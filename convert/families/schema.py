@@ -320,7 +320,7 @@ def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
 
 def _convert_field(hint: Any, value: Any, where: str) -> Any:
     """``value`` as the field type ``hint`` requires; JSON objects become dataclasses, such as those
-    of ``Norm | None`` or ``Mapping[str, Key]``.
+    of ``QueryKeyNorm | None`` or ``Mapping[str, ConfigKey]``.
     """
     section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
     if section is None or value is None:

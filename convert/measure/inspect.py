@@ -213,8 +213,6 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
 def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
     """The inspection of a checkpoint of a stock MLA class, which has no sliding windows. ``config``
     is that of the language model, which may be inside a multimodal wrapper.
-
-    ``config`` is that of the language model, which may be inside a wrapper.
     """
     layers, heads, rank, rope_dim, nope, _, model_dim = _read_whole_numbers(config, _LATENT_SIZES)
     _check_latent_shapes(

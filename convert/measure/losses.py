@@ -28,8 +28,6 @@ def cut_token_windows(tokenizer: Any, text: str, windows: int, length: int) -> T
     """The first ``windows`` sequences of ``length`` tokens from ``text``, ``[windows, length]``;
     fewer if the text is too short. Each begins with the special tokens that the tokenizer puts
     first (often BOS).
-
-    Each window begins with the tokenizer's prefix (often a BOS token).
     """
     prefix = find_prefix_tokens(tokenizer)
     body = cut_windows(
