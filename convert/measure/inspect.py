@@ -347,9 +347,10 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     for kv_heads in list_kv_heads(model.geometry):
         options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
         targets[options] = describe_fold(model, kv_heads)
-    # Of the layouts of a split the first: most engines serve it.
-    splits = {spec.kv_rank: spec for spec in reversed(propose_kernel_splits(model))}
-    for spec in reversed(splits.values()):
+    splits: dict[int, MlaSpec] = {}
+    for spec in propose_kernel_splits(model):
+        splits.setdefault(spec.kv_rank, spec)  # the first layout: most engines serve it
+    for spec in splits.values():
         targets[format_mla_options(spec)] = describe_mla(model, spec)
     for spec in propose_budgets(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
