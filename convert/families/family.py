@@ -108,7 +108,7 @@ def list_supported_model_types() -> tuple[str, ...]:
     multimodal models.
     """
     names = {path.stem for path in _FOLDER.glob("*.json")}
-    return tuple(sorted(names - {"wrappers", "roles", *INNER}))
+    return tuple(sorted(names - {"wrappers", *INNER}))
 
 
 @cache

@@ -10,8 +10,9 @@ A field of type ``Expression`` is a JSON literal or a string such as ``num_key_v
 head_dim`` (``values.py`` defines the language). The string can use the config keys listed under
 ``config``, and also ``layer``, ``layer_type`` and ``sparse`` if it is evaluated per layer.
 
-The keys of ``tensors`` are roles of tensors outside the attention, which ``roles.json`` lists.
-Targets look tensors up by them, and a target refuses a family with a role that it has no place for.
+The keys of ``tensors`` are roles of tensors outside the attention, which
+``tests/convert/families/roles.json`` lists. Targets look tensors up by them, and a target refuses a
+family with a role that it has no place for.
 """
 
 import json

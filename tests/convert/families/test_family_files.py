@@ -15,7 +15,7 @@ from kvfold.convert.families.family import list_supported_model_types, load_fami
 from kvfold.convert.families.model import Model
 
 FOLDER = Path(schema.__file__).parent
-ROLES = json.loads((FOLDER / "roles.json").read_text())
+ROLES = json.loads(Path(__file__).with_name("roles.json").read_text())
 TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 
 
