@@ -170,14 +170,13 @@ def plan_own_tensors(
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the
     # new ones.
     pattern = re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)")
-    tensors: dict[str, OutputTensor] = {}
+    layers = dict(enumerate(shapes))
+    tensors = []
     for name, info in checkpoint.tensors.items():
-        inside = re.match(rf"{pattern}\.", name)
-        if inside is None:
-            tensors[name] = OutputTensor(
-                name, choose_output_dtype(info.dtype, dtype), info.shape, name
-            )
-            continue
-        for new, shape in shapes[int(inside[1])].items():
-            tensors[new] = OutputTensor(new, computed, shape, None)
-    return tuple(tensors.values())
+        if inside := re.match(rf"{pattern}\.", name):
+            for new, shape in layers.pop(int(inside[1]), {}).items():
+                tensors.append(OutputTensor(new, computed, shape, None))
+        else:
+            stored = choose_output_dtype(info.dtype, dtype)
+            tensors.append(OutputTensor(name, stored, info.shape, name))
+    return tuple(tensors)
