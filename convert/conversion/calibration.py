@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import compare_models
+from kvfold.attention.drift.compare import compare_models, compare_predictions
 from kvfold.attention.drift.metrics import replace_non_finite
 from kvfold.attention.drift.report import DriftReport, format_dtype, make_drift_report
 from kvfold.convert import processes
@@ -35,10 +35,7 @@ from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
-from kvfold.convert.walk.walk import (
-    check_finite,
-    choose_chunk_size,
-)
+from kvfold.convert.walk.walk import check_finite, choose_chunk_size, run_all_layers
 
 
 @dataclass(frozen=True)
@@ -191,13 +188,15 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
         report = make_drift_report(measured, source, student, tokens.held_out)
         if not len(tokens.long):
             return report
-        batch = choose_chunk_size(source.device, tokens.long.shape[1])
         try:
-            stretches = compare_models(source, student, tokens.long, batch).stretches
+            expected = run_all_layers(source, tokens.long)
+            actual = run_all_layers(student, tokens.long)
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)
             return report
+        chunks = torch.split(tokens.long, choose_chunk_size(source.device, tokens.long.shape[1]))
+        stretches = compare_predictions(source, student, expected, actual, chunks).stretches
     return replace(report, stretches=stretches)
 
 
