@@ -124,6 +124,8 @@ def _convert_layers(
     from kvfold.convert.conversion.layers import convert_layer, open_walk
 
     finished = journal.finished_count
+    if finished == plan.geometry.layers:
+        return  # only polishing and measuring are left
     walk = open_walk(plan, calibration, plan.request.refine, finished)
     for step in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:

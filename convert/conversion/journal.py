@@ -2,9 +2,9 @@
 can resume after the last one.
 
 Until the output is complete, the journal is in the temporary folder, beside the shards with these
-layers' tensors. A resumed run passes the calibration text through the finished layers, which costs
-two forward passes (for MLA, after a second survey), and fits the remaining layers. Its output has
-the same bytes as that of an uninterrupted run.
+layers' tensors. A resumed run (for MLA, after a second survey) passes the calibration text through
+the finished layers, which costs two forward passes, and fits the remaining ones; if none remain, it
+does neither. Its output has the same bytes as that of an uninterrupted run.
 """
 
 import json

@@ -16,7 +16,7 @@ from helpers.checkpoints import run_conversion
 from kvfold.convert import InputError
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.cli import main
-from kvfold.convert.conversion import calibration, journal, output, polishing
+from kvfold.convert.conversion import calibration, journal, layers, output, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.training.polish import PolishTask
 from kvfold.convert.walk import walk
@@ -92,8 +92,8 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
     run_conversion(**options | {"out": unbroken})
-    for layers, made in KILLS[name]:
-        killed = child(options, layers)
+    for count, made in KILLS[name]:
+        killed = child(options, count)
         assert killed.status == -signal.SIGKILL, killed.stderr
         assert killed.stdout.splitlines() == made
         assert not (tmp_path / "out").exists()
@@ -171,7 +171,9 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
     capsys.readouterr()
     fitted = []
     gather = walk.gather_statistics
+    walks = Mock(wraps=layers.open_walk)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "open_walk", walks)
         patch.setattr(
             walk,
             "gather_statistics",
@@ -179,6 +181,7 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
         )
         run_conversion(**options)
     assert fitted == ([0, 1] if truncated else [])
+    assert walks.called == truncated  # else no layer runs again either
     assert ("model.safetensors changed since then" in capsys.readouterr().err) == truncated
     run_conversion(**options | {"out": tmp_path / "unbroken"})
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
