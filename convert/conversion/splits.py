@@ -49,7 +49,8 @@ class Survey:
     compares splits of the cache.
 
     layers: what each rotary key of each layer is worth; empty without text.
-    statistics: of the layers that trials convert, by index, with attention inputs ``[n, E]``.
+    statistics: of the layers that trials convert, by index, with attention inputs ``[n, E]``;
+        empty without trials.
     """
 
     layers: Sequence[LayerSurvey]
@@ -102,12 +103,16 @@ def choose_slots_and_split(
     """
     if calibration is None or not plan.method.reads_text:
         return plan.with_slots(choose_slots(plan, [])), []
-    return choose_split(plan, calibration, survey_layers(plan, calibration, stages), stages)
+    survey = survey_layers(plan, calibration, stages, plan.request.budget is not None)
+    return choose_split(plan, calibration, survey, stages)
 
 
-def survey_layers(plan: Plan, calibration: Calibration, stages: ProgressStages) -> Survey:
+def survey_layers(
+    plan: Plan, calibration: Calibration, stages: ProgressStages, trials: bool
+) -> Survey:
     """Run some calibration tokens through every layer of the source, and return how much attention
-    depends on each rotary pair of its keys.
+    depends on each rotary pair of its keys. Statistics of layers are kept only if ``trials`` of
+    splits follow.
     """
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.calibration_length))
@@ -124,7 +129,7 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: ProgressStages) 
         surveys.append(
             rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
         )
-        if index in probed:
+        if trials and index in probed:
             probes[index] = statistics, inputs
     # Equal on all processes, to the last bit.
     return Survey(processes.broadcast_from_rank0(lambda: surveys), probes)

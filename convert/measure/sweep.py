@@ -267,7 +267,10 @@ def _fit_and_measure_targets(
     MLA or none is.
     """
     first = next(iter(plans.values()))
-    survey = Survey([], {}) if first.latent is None else survey_layers(first, calibration, stages)
+    survey = Survey([], {})
+    if first.latent is not None:
+        trials = any(plan.request.budget is not None for plan in plans.values())
+        survey = survey_layers(first, calibration, stages, trials)
     teacher = Teacher(
         calibration.source,
         calibration.tokens.held_out,
