@@ -34,6 +34,7 @@ from kvfold.convert.conversion.journal import (
 from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
+from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.progress import ProgressStages
 
@@ -66,6 +67,11 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
             return folder
 
         folder = processes.broadcast_from_rank0(create_folder)
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder}: this machine cannot see the temporary folder that the first process"
+                " created; choose an OUT on a file system that all machines share"
+            )
         try:
             yield folder
         except BaseException as error:
