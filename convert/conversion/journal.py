@@ -22,6 +22,8 @@ from kvfold.convert.checkpoint.writer import has_shard_header
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.errors import InputError, format_option
+from kvfold.convert.options import collect_options
+from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import parse_text_share
 
 if TYPE_CHECKING:
@@ -139,12 +141,11 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     now = collect_run_settings(plan)
     finished_count = len(journal["layers"])
     for name in [*now, *before]:
-        old = before.get(name)
-        if name != "files" and old != now.get(name):
+        if name != "files" and before.get(name) != now.get(name):
             raise InputError(
-                f"the interrupted run in {folder} used {format_option(name, old)}, not"
-                f" {format_option(name, now.get(name))}; use the same options to continue after its"
-                f" layer {finished_count}, or --fresh to discard it"
+                f"the interrupted run in {folder} used {_format_setting(before, name)}, not"
+                f" {_format_setting(now, name)}; use the same to continue after its layer"
+                f" {finished_count}, or --fresh to discard it"
             )
     files = [*before["files"], *now["files"]]
     changed = {file[0]: None for file in files if files.count(file) == 1}
@@ -165,10 +166,12 @@ def can_resume(plan: Plan, folder: Path) -> bool:
 
 
 def collect_run_settings(plan: Plan) -> dict[str, Any]:
-    """Return all settings that affect the bytes of a run's output, as JSON values: options, device,
-    threads, package versions, and fingerprints of the input files.
+    """Return all settings that affect the bytes of a run's output, as JSON values: options by
+    name, device, threads, package versions, and fingerprints of the input files.
     """
     import torch
+
+    from kvfold.convert.device import choose_device
 
     request = plan.request
     files = [
@@ -176,18 +179,25 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
         *(Path(parse_text_share(text)[0]) for text in request.calibration),
     ]
     settings = {
-        "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
+        "the model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
         **request.collect_result_options(),
         "calibration": request.calibration,
         # Sums are in another order on another device, or with other threads or processes.
-        "device": request.device,
-        "cuda": torch.cuda.is_available(),
+        "device": choose_device(request.device),
         "threads": torch.get_num_threads(),
-        "nproc_per_node": processes.world_size(),
-        "versions": get_package_versions(),
+        "process count": processes.world_size(),
+        **get_package_versions(),
         "files": fingerprint_files(files),
     }
     return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def _format_setting(settings: Mapping[str, Any], name: str) -> str:
+    """Return the setting ``name`` in words, or as on the command line if it is an option."""
+    value = settings.get(name, "unset")
+    return (
+        format_option(name, value) if name in collect_options(ConvertRequest) else f"{name} {value}"
+    )
 
 
 def _read_journal(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Interrupted runs go on at their last finished layer and give the bytes of an unbroken run."""
 
+import json
 import os
 import shutil
 import signal
@@ -117,7 +118,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     monkeypatch.setattr(journal.Journal, "add_layer", stop)
 
     def refused(used, **other):
-        way_out = "use the same options to continue after its layer 1, or --fresh to discard it"
+        way_out = "use the same to continue after its layer 1, or --fresh to discard it"
         with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
             run_conversion(**options | other)
 
@@ -134,13 +135,28 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(2)
     assert "resuming" not in stopped(1, fresh=True, seed=1)
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
-    refused(f"--model {tmp_path / 'model'}, not --model {other}", model=str(other), seed=1)
+    refused(f"the model {tmp_path / 'model'}, not the model {other}", model=str(other), seed=1)
     (tmp_path / "model" / "generation_config.json").unlink()
     assert "model/generation_config.json changed since then; starting over" in stopped(1, seed=1)
     with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\0")
     assert "model.safetensors changed since then; starting over" in stopped(1, seed=1)
+
+
+def test_settings_that_are_no_options_are_named_in_words(tmp_path, request_of):
+    with fail_at_the_end():
+        run_conversion(**request_of("mqa"))
+    (path,) = tmp_path.glob(".out.kvfold-*/.journal.json")
+    before = json.loads(path.read_text())
+    for name, value, words in (
+        ("torch", "1.0", "torch 1.0, not torch [0-9]"),
+        ("process count", 2, "process count 2, not process count 1"),
+        ("device", "gpu", "--device gpu, not --device c"),
+    ):
+        path.write_text(json.dumps(before | {"run": before["run"] | {name: value}}))
+        with pytest.raises(InputError, match=f"used {words}.*; use the same .* or --fresh"):
+            run_conversion(**request_of("mqa"))
 
 
 def test_a_resumed_run_computes_with_as_many_threads_as_before(request_of, capsys):
