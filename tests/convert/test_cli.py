@@ -16,7 +16,7 @@ from kvfold.convert.commands import demo_command
 from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import list_recipe_names
 
-HEAVY = ("torch", "transformers")
+HEAVY = ("torch", "transformers", "numpy", "huggingface_hub")
 
 
 @pytest.fixture
@@ -49,37 +49,36 @@ def test_help_and_wrong_inputs_import_nothing_heavy(tmp_path):
     demo = str(demo_folder())
     convert = ["convert", demo, "new", "--to", "mqa"]
     uptrain = ["uptrain", demo, "new", "--text"]
-    right = [
-        [],
-        *([command, "--help"] for command in cli.kvfold.commands),
-        ["inspect", demo, "--json"],
-    ]
+    helps = [[], *([command, "--help"] for command in cli.kvfold.commands)]
     wrong = {
         "already exists": ["convert", demo, "folder", "--to", "mqa"],
         "--calibration nothing.txt: no such file": [*convert, "--calibration", "nothing.txt"],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text nothing.txt: no such file or": [*uptrain, "nothing.txt"],
-        "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
         "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
+        "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/teacher: no such folder": [*uptrain, "words", "--teacher", "/nope/teacher"],
     }
+    lines = [*helps, *wrong.values(), ["inspect", demo, "--json"]]
+    # The last three open a checkpoint, for which numpy and huggingface_hub are needed.
+    heavy = [HEAVY] * (len(lines) - 3) + [HEAVY[:2]] * 3
     script = f"""
 import sys
 import kvfold.attention
 from kvfold.convert import cli
 dir(kvfold.attention), dir(kvfold.convert), kvfold.convert.inspect_checkpoint
-for line in {[*right, *wrong.values()]!r}:
+for line, heavy in {list(zip(lines, heavy, strict=True))}:
     print("line:", line, file=sys.stderr)
     try:
         cli.main(line)
     except SystemExit as end:
-        imported = [name for name in {HEAVY!r} if name in sys.modules]
+        imported = [name for name in heavy if name in sys.modules]
         print("end:", end.code, imported, file=sys.stderr)
 """
     told = run_python("-c", script, cwd=tmp_path).stderr
     ends = re.findall("^end: (.*)$", told, re.MULTILINE)
-    assert ends == ["0 []"] * len(right) + ["2 []"] * len(wrong), told
+    assert ends == ["0 []"] * len(helps) + ["2 []"] * len(wrong) + ["0 []"], told
     errors = re.findall("^error: (.*)$", told, re.MULTILINE)
     assert all(text in error for text, error in zip(wrong, errors, strict=True)), errors
 
