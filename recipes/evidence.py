@@ -1,8 +1,9 @@
 """What conversions of a real language model do when they write: `kvfold eval` of
 SmolLM2-135M-Instruct.
 
-    python recipes/real_models.py checkpoint SMOLLM2 python recipes/evidence.py SMOLLM2
-    --calibration FILE --work DIR --json recipes/results/evidence.json
+    python recipes/real_models.py checkpoint SMOLLM2
+    python recipes/evidence.py SMOLLM2 --calibration FILE --work DIR \\
+        --json recipes/results/evidence.json
 
 Each row is the task `replies`, or the loss by position to 8192 tokens, for one target as
 fitted, or for a conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names.

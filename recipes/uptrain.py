@@ -1,9 +1,8 @@
 """Uptraining for ``accelerate launch`` and ``torchrun``: the same as ``kvfold uptrain``.
 
-accelerate launch --config_file convert/data/fsdp.yaml recipes/uptrain.py MODEL OUT --teacher SOURCE
---text FILE
-
-torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
+    accelerate launch --config_file convert/data/fsdp.yaml recipes/uptrain.py MODEL OUT \\
+        --teacher SOURCE --text FILE
+    torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
 """
 
 import sys

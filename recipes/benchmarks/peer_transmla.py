@@ -1,10 +1,11 @@
 """What TransMLA's own code loses on a model, before any training, by the protocol of
 recipes/real_models.py.
 
-    git clone https://github.com/fxmeng/TransMLA python -m venv peer && peer/bin/pip install torch
-    transformers==4.52.4 datasets peer/bin/python recipes/benchmarks/peer_transmla.py
-    TransMLA/transmla MODEL --calibration FILE --text FILE \
-        --kv-rank 128 --rope-dim 64 --json recipes/results/transmla.json
+    git clone https://github.com/fxmeng/TransMLA
+    python -m venv peer && peer/bin/pip install torch transformers==4.52.4 datasets
+    peer/bin/python recipes/benchmarks/peer_transmla.py TransMLA/transmla MODEL \\
+        --calibration FILE --text FILE --kv-rank 128 --rope-dim 64 \\
+        --json recipes/results/transmla.json
 
 Its converter runs as it is, on 64 x 256 tokens of FILE in place of a downloaded dataset, for every
 value of its setting `freqfold` that it accepts, or those named: the best by the held-out text is
