@@ -74,3 +74,14 @@ def test_documents_name_commands_and_files_that_exist(document):
                 command.make_context(
                     words[1], words[2:]
                 )  # raises for an option or a value that does not exist
+
+
+def test_the_page_of_options_has_those_of_each_command_in_order():
+    sections = (REPOSITORY / "docs" / "options.md").read_text().split("\n## kvfold ")[1:]
+    page = {
+        text.split()[0]: re.findall(r"^\| `(--[\w-]+)", text, re.MULTILINE) for text in sections
+    }
+    assert page == {
+        name: [option.opts[0] for option in command.params if option.opts[0].startswith("-")]
+        for name, command in commands.commands.items()
+    }
