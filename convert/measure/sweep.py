@@ -7,7 +7,7 @@
         splits   for each budget: choose its split by trials in a few layers
         sweep    for each layer of the source, opened once, with its attention's results:
                      for each target: fit its layer as `kvfold convert` does, and run its student
-        measure  compare each student with the source on held-out text; show its row
+        measure  compare the students with the source on held-out text; show their rows
 
 Each student has its own residual streams and shares the source's open layer; no checkpoint is
 written. The fitted layers and the measured loss are the same as with `kvfold convert`.
