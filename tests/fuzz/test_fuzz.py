@@ -91,7 +91,7 @@ def run_case(seeds, case, words, family, **files):
     os.mkfifo(case / "fifo")
     for name, content in files.items():
         (case / "source" / name).write_bytes(content)
-    before = snapshot(case / "source")
+    before = forked.snapshot(case / "source")
 
     def work():
         os.chdir(case)
@@ -101,17 +101,13 @@ def run_case(seeds, case, words, family, **files):
 
     end = forked.run(case / "log", work)
     check_end(end, words)
-    assert snapshot(case / "source") == before, "the source changed"
+    assert forked.snapshot(case / "source") == before, "the source changed"
     out = case / "out"
     if end.status:
         assert not out.exists(), "an OUT that no conversion finished"
     elif out.exists():
         files_of_record = json.loads((out / "kvfold.json").read_text())["files"]
         assert {path.name for path in out.iterdir()} == {*files_of_record, "kvfold.json"}
-
-
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def check_end(end, words):
