@@ -1,7 +1,7 @@
 """Split a checkpoint's files into parts of at most 60 MB, for places that take no larger ones, and
 join them again.
 
-    python recipes/split_model.py split MODEL PARTS  # PARTS/manifest.json, 0000.part, 0001.part, ...
+    python recipes/split_model.py split MODEL PARTS  # PARTS/manifest.json, 0000.part, ...
     python recipes/split_model.py join PARTS MODEL   # where they arrived
 
 Every file of MODEL's folder travels, but for what lies in its subfolders. The manifest has the hash
