@@ -17,9 +17,8 @@ from kvfold.convert.transforms.weights import LayerStatistics
 RIDGE = 1e-9
 
 # Pull of `fit_output_projection` toward the present projection, relative to the mean energy of the
-# heads'
-# dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out sequences
-# decide whether a projection is used.
+# heads' dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out
+# sequences decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
 
 
@@ -167,10 +166,10 @@ def average_rotations(
     distance: real ``[..., D, D]``.
 
     ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `make_pair_basis` of
-    rows and columns. The first dims rotate, in ``pairs`` pairs of rows and as many of columns,
-    unless ``right_pairs`` differs.
+    rows and columns. The first dims rotate, in ``pairs`` pairs of rows and ``right_pairs`` of
+    columns; without ``right_pairs``, columns are as rows.
     """
     rows, columns = moment.shape[-2:]
     left = make_pair_basis(pairs, rows, moment.device)
-    right = make_pair_basis(pairs if right_pairs is None else right_pairs, columns, moment.device)
+    right = left if right_pairs is None else make_pair_basis(right_pairs, columns, moment.device)
     return torch.real(left.mH @ ((left @ moment.to(left.dtype) @ right.mH) * phi) @ right)

@@ -158,8 +158,7 @@ class LayerStatistics(Tensors):
         receives; None if this was not measured
     normed: ``[H + G, D, E+1] = E[n x~^T]``
     received_normed: ``normed`` weighted by received attention
-    divisors: ``[H + G, 3]``, the mean and the mean square of the norms' divisors, and the mean of
-        ``|n|^2``
+    divisors: ``[H + G, 2]``, the mean and the mean square of the norms' divisors
     """
 
     gram: Tensor

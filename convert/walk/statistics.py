@@ -59,11 +59,10 @@ class StatisticsAccumulator:
         for kind, weight in weights.items():
             sums[f"{kind}weight"] = weight.sum()
             sums[f"{kind}mean"] = weight @ inputs
-            sums[f"{kind}gram"] = _compute_gram(inputs * weight.sqrt()[:, None])
+            sums[f"{kind}gram"] = _compute_upper_gram(inputs * weight.sqrt()[:, None])
         if self._weights is not None:
             normed, divisors = project_with_norms(self._weights, inputs)
-            squares = normed.square().sum(-1)
-            sums["divisors"] = torch.stack([divisors, divisors.square(), squares], -1).sum(0)
+            sums["divisors"] = torch.stack([divisors, divisors.square()], -1).sum(0)
             rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
             for kind, weight in weights.items():
                 cross = (normed.flatten(1) * weight[:, None]).mT @ rows
@@ -85,22 +84,24 @@ class StatisticsAccumulator:
             for name in ("gram", "mean", "normed")
             if f"{kind}{name}" in sums
         }
+        for name in ("gram", "received_gram"):
+            averages[name] = averages[name].triu() + averages[name].triu(1).T
         if "divisors" in sums:
             averages["divisors"] = sums["divisors"] / sums["weight"]
         profile = sums["profile"] / sums["sequences"]
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
 
 
-def _compute_gram(rows: Tensor) -> Tensor:
-    """Return ``rows^T rows`` for ``rows [n, E]``, computed in blocks on and above the diagonal: the
-    matrix is symmetric.
+def _compute_upper_gram(rows: Tensor) -> Tensor:
+    """Return ``rows^T rows`` for ``rows [n, E]`` on and above the diagonal, as it is symmetric; it
+    is computed in blocks, and entries below the diagonal have no meaning.
     """
     width = rows.shape[1]
     gram = rows.new_zeros(width, width)
     bounds = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
     for start, stop in pairwise(bounds):
         gram[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
-    return gram.triu() + gram.triu(1).T
+    return gram
 
 
 def compute_queries_and_keys(

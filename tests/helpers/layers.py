@@ -108,7 +108,7 @@ def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     cross = torch.einsum(
         "nhd,ne->hde", rows, torch.nn.functional.pad(flat, (0, 1), value=1.0)
     ) / len(flat)
-    seen = torch.stack([divisors, divisors.square(), rows.square().sum(-1)], -1).mean(0)
+    seen = torch.stack([divisors, divisors.square()], -1).mean(0)
     return replace(statistics_of(x, weights.heads), normed=cross, divisors=seen)
 
 

@@ -27,7 +27,7 @@ from kvfold.convert.transforms.linalg import compute_metric_root
 Partition = tuple[tuple[int, ...], ...]
 
 # Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them.
-# Excess loss of the reference MHA model at 8 -> 2 heads (bench_constants.py,
+# Excess loss of the reference MHA model at 8 -> 2 heads (measured by a script in git history,
 # 2026-11-22): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
 
@@ -58,7 +58,9 @@ class PairLosses:
         pairs = torch.combinations(torch.arange(heads, device=layer.moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
-        errors, energies, value_errors = torch.vmap(self._measure_pair, chunk_size=heads)(pairs)
+        roots, _ = compute_metric_root(layer.heads.metric)
+        measure_pairs = torch.vmap(self._measure_pair, in_dims=(0, None), chunk_size=heads)
+        errors, energies, value_errors = measure_pairs(pairs, roots)
         first, second = pairs.unbind(1)
         score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of i's queries, shared with j
         score_lost[second, first], score_lost[first, second] = errors.unbind(1)
@@ -78,9 +80,10 @@ class PairLosses:
             losses.append(value_lost + (score + score.mT))
         return losses
 
-    def _measure_pair(self, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _measure_pair(self, pair: Tensor, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what is lost if both heads in ``pair [2]`` share one: the score errors of their
-        queries ``[2]``, their score energies ``[2]``, and the error of their values.
+        queries ``[2]``, their score energies ``[2]``, and the error of their values. ``roots [G, D,
+        D]`` are the square roots of the heads' metrics.
         """
         group = self.layer.heads.select(pair)
         losses = compute_score_errors(
@@ -88,8 +91,7 @@ class PairLosses:
         )
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         # Two heads lose the principal components of both together beyond the first D.
-        root, _ = compute_metric_root(group.metric)
-        components = torch.linalg.eigvalsh(apply_metric_root(group.values, root))
+        components = torch.linalg.eigvalsh(apply_metric_root(group.values, roots[pair]))
         return errors, energies, components[: len(components) // 2].clamp(min=0).sum()
 
 
