@@ -44,7 +44,7 @@ class PrincipalLatent(Method):
             if not layer.centered:
                 latent = adapt_to_norm(latent, layer.inputs)
             fits.append(latent)
-            # Without weight on received attention, sinks do not matter and need no damper.
+            # Without weight on received attention, sinks do not matter and need no sink channel.
             if share and not layer.centered and layer.channels > 1:
                 latent = add_sink_channel(
                     fit_latent(layer, weighted, layer.channels - 1), statistics

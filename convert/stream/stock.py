@@ -134,8 +134,8 @@ def use_blockwise_attention(model: Any, device: torch.device) -> None:
     """
     # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps
     # whole maps. With blocks the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its
-    # teacher take 11.3 s instead of 16.8 s in training (bench_training.py uptrain, one thread of an
-    # AMD EPYC, 2026-11-26).
+    # teacher take 11.3 s instead of 16.8 s in training (measured by a script in git history, one
+    # thread of an AMD EPYC, 2026-11-26).
     if (
         device.type == "cpu"
         and model.config._attn_implementation == "sdpa"

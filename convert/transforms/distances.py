@@ -23,18 +23,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Share of the tail. Excess loss of the reference MHA model in nats per token
-# (bench_constants.py --samples 64, 2026-11-22): share
-# 0      0.25   0.5    0.75   1 8 -> 2 heads, text as long as the calibration            0.191
-# 0.035  0.041  0.047  0.053 8 -> 2 heads, four times as long                         0.788
-# 0.039 MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102 8
-# -> 2 heads, 0.25 against 0.5, 32 samples, 2026-11-24: shipped model 0.026, 0.028; four times as
-# long (--seq-len 128 --text, two seeds) 0.017 and 0.018, 0.019 and 0.019, but the MHA model 0.055
-# and 0.034, 0.037 and 0.033: 0.5 is safe.
+# Share of the tail. Excess loss of the reference MHA model in nats per token (measured by a script
+# in git history with 64 samples, 2026-11-22), on text as long as the calibration or four times so:
+#     share                        0      0.25   0.5    0.75   1
+#     8 -> 2 heads, as long        0.191  0.035  0.041  0.047  0.053
+#     8 -> 2 heads, four times     0.788         0.039
+#     MLA 48 + 16, as long         0.086  0.076  0.076  0.085  0.102
+# 8 -> 2 heads, 0.25 against 0.5, 32 samples, 2026-11-24: shipped model 0.026, 0.028; four times as
+# long (128 tokens, two seeds) 0.017 and 0.018, 0.019 and 0.019, but the MHA model 0.055 and 0.034,
+# 0.037 and 0.033: 0.5 is safe.
 TAIL = 0.5
 
 # The longest distance included, to limit time. The sum takes 1 CPU second once per model for heads
-# with 128 dims, 0.2 for 8192 (bench_constants.py --distances).
+# with 128 dims, 0.2 for 8192 (measured by a script in git history).
 FARTHEST = 131072
 
 CHUNK = (

@@ -31,7 +31,7 @@ SHARES = (0.0, 0.5)
 # Isotropic share of the inputs' energy in the denominator of `add_sink_channel`: rare directions in
 # the text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the
 # channel.
-DAMPER_RIDGE = 1e-4
+SINK_RIDGE = 1e-4
 
 
 def weight_tokens_by_attention(
@@ -53,7 +53,7 @@ def add_sink_channel(latent: LatentWeights, statistics: LayerStatistics) -> Late
     statistics = statistics.to(latent.down.device)
     assert statistics.received_gram is not None
     # The generalized eigenproblem received w = lambda gram w, in units in which gram is 1.
-    gram = compute_input_moment(statistics, DAMPER_RIDGE)[:-1, :-1]
+    gram = compute_input_moment(statistics, SINK_RIDGE)[:-1, :-1]
     white = torch.linalg.inv(torch.linalg.cholesky(gram))
     _, vectors = torch.linalg.eigh(white @ statistics.received_gram @ white.mT)
     row = (vectors[:, -1:].mT @ white).to(latent.down)

@@ -31,9 +31,8 @@ from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import mix_channels
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
-# (recipes/benchmarks/bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
-# 6e-5, which is rounding. Not more, as float16 has to hold c sqrt(R) / B of the weakest channels
-# worth having.
+# (measured by a script in git history, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on 6e-5, which
+# is rounding. Not more, as float16 has to hold c sqrt(R) / B of the weakest channels worth having.
 CONSTANT = 1024.0
 _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")

@@ -24,7 +24,7 @@ from kvfold.convert.transforms.linalg import (
 
 # The minimum query weight as a share of the group's largest: keys are divided by query weights.
 # 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
-# (bench_constants.py, 2026-11-22).
+# (measured by a script in git history, 2026-11-22).
 WEAKEST_QUERY = 1e-6
 
 

@@ -24,8 +24,7 @@ Groups of one head and identical heads fold exactly. All others are approximatio
   choice of gains removes it. Keys from the least-squares map, whose members are already divided,
   lose less: squared errors of the output of the four layers, 8 -> 2 heads, 0.058, 0.215, 0.165,
   0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped model with norms added and then trained,
-  bench_head_norms.py --folds). Queries from such a map lost more in three of
-  four layers.
+  measured by a script in git history). Queries from such a map lost more in three of four layers.
 * Queries are mapped before their norm. A norm with one row per head preserves the sizes of the
   folded query's blocks, so lengths stay close to the source's; a single row for all heads contains
   the mean over heads.

@@ -35,7 +35,7 @@ class LayerProjections:
     values: ``[G, D, E+1]``
     divisors: ``[G]``, these numbers; None without norms
     metric: ``[G, D, D]``, the squared length of the output per value
-    (`linalg.compute_output_metric`)
+        (`linalg.compute_output_metric`)
     scale: multiplies scores
     """
 

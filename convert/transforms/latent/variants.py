@@ -28,7 +28,7 @@ from kvfold.convert.transforms.latent.latent_weights import LatentWeights, Query
 from kvfold.convert.transforms.linalg import compute_input_moment, decompose_symmetric, solve_damped
 from kvfold.convert.transforms.weights import LayerStatistics
 
-# Excess loss in layout engine at 48 + 16, nats per token, by bench_constants.py.
+# Excess loss in layout engine at 48 + 16, nats per token, measured by a script in git history.
 
 # The maximum number of conjugate-gradient steps; held-out tokens choose one. Two seeds, 2026-11-24,
 # at 10, 20 and 40: reference MHA model 0.090, 0.090, 0.091 and 0.097, 0.097, 0.098; shipped model
@@ -165,7 +165,7 @@ def make_hartley_matrix(size: int) -> Tensor:
     It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an
     odd number of others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA
     model at 48 + 16, in nats per token, with an FP8, INT8 and INT4 cache: 0.0008, 0.0000 and 0.011;
-    without mixing 0.0012, 3.98 and 3.98 (bench_latent_cache.py).
+    without mixing 0.0012, 3.98 and 3.98 (measured by a script in git history).
     """
     index = torch.arange(size, dtype=torch.float64)
     # Reduce by whole turns first: exact for any size.
