@@ -204,14 +204,16 @@ def _time_model(
     )
     # Measured before the model is loaded: its weights are part of what a combination needs.
     free = measure_free_memory(device) or math.inf
-    model = load_benchmarked_model(subject, dtype, device) if weights < free else None
+    model = None
+    token_bytes = 0
+    if weights < free:
+        model = load_benchmarked_model(subject, dtype, device)
+        token_bytes = _count_cache_bytes(_make_one_token_cache(model))
     pairs = itertools.product(request.contexts, request.batches)
     for context, batch in sorted(pairs, key=lambda pair: (math.prod(pair), pair)):
         row = {"model": subject.name, "form": subject.form, "context": context, "batch": batch}
-        needed = weights
-        if model is not None:
-            needed += _count_cache_bytes(_make_one_token_cache(model)) * context * batch
-        if needed > free:
+        needed = weights + token_bytes * context * batch
+        if model is None or needed > free:
             needs = f"needs {format_bytes(needed)}, {format_bytes(int(free))} is free"
             yield row | {"failed": needs}
             continue
