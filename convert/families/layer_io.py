@@ -98,6 +98,8 @@ def make_stored_tensors(
         name = f"{attention.format_module_name(layer)}.{suffix}"
         if tensor is not None and not set(roles).isdisjoint(model.tensors[name].roles):
             result[name] = _transpose_conv1d(attention, tensor).contiguous()
+    # Nothing may be left out without a word.
+    assert result.keys() == set(model.list_attention_tensors(layer, roles))
     return result
 
 

@@ -47,6 +47,9 @@ def choose_norm_weight(rank: int) -> float:
 
 def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
     """Return the attention tensors of ``layer`` for a stock MLA class, by their stored names."""
+    # No bias may be left out without a word: only a constant channel, or a query latent, stores it.
+    assert spec.constant or latent.down_bias is latent.rope_key_bias is latent.o_bias is None
+    assert latent.query is not None or latent.q_nope_bias is latent.q_rope_bias is None
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
     tensors = {**_encode_queries(latent), **_encode_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
