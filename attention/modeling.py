@@ -97,7 +97,7 @@ class GroupedAttention(nn.Module):
         used for the rotary embedding; they default to the slot numbers. ``starts [B]`` are
         those of ``grouped_attention``.
         """
-        offset, slots = _number_slots(x, cache)
+        offset, slots = _find_offset_and_positions(x, cache)
         query = _split_heads(self.query(x), self.heads)
         key = _split_heads(self.key(x), self.kv_heads)
         value = _split_heads(self.value(x), self.kv_heads)
@@ -180,7 +180,7 @@ class LatentAttention(nn.Module):
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
         cache, ``is_absorption_cheaper`` decides.
         """
-        offset, slots = _number_slots(x, cache)
+        offset, slots = _find_offset_and_positions(x, cache)
         query = _split_heads(self.query(x), self.heads)
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
         c, key_rope = torch.split(self.down(x), [self.kv_rank, self.rope_dim], -1)
@@ -216,7 +216,7 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
-def _number_slots(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
+def _find_offset_and_positions(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
     """Return the cache slot of the first token of ``x [B, T, E]`` (None without a cache), and the
     default positions of all its tokens, ``[T]``.
     """

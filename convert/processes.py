@@ -105,7 +105,7 @@ def destroy_process_group() -> None:
 
 
 @contextmanager
-def _convert_exchange_failures() -> Iterator[None]:
+def _translate_communication_errors() -> Iterator[None]:
     """Turn a failed exchange between processes into a KvfoldError that says that another process
     has ended.
     """
@@ -118,7 +118,7 @@ def _convert_exchange_failures() -> Iterator[None]:
         ) from error
 
 
-def on_rank0(work: Callable[[], Result]) -> Result | None:
+def run_on_rank0(work: Callable[[], Result]) -> Result | None:
     """Call ``work`` on rank 0 and return its result there; the others wait, hours if need be."""
     results: list[Result] = []
     broadcast_from_rank0(lambda: results.append(work()))
@@ -137,7 +137,7 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
             outcome[0] = work()
         except KvfoldError as error:
             outcome[1] = error
-    with _convert_exchange_failures():
+    with _translate_communication_errors():
         dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
@@ -150,7 +150,7 @@ def all_gather(value: Result) -> list[Result]:
         return [value]
     # Gathers objects instead of using a barrier, because an nccl barrier would need a GPU.
     values: list[Any] = [None] * world_size()
-    with _convert_exchange_failures():
+    with _translate_communication_errors():
         dist.all_gather_object(values, value)
     return values
 
@@ -159,7 +159,7 @@ def all_reduce(tensors: Iterable["Tensor"]) -> None:
     """Replace each tensor by its sum over all processes, with identical bytes on each process."""
     if (dist := _get_distributed()) is None:
         return
-    with _convert_exchange_failures():
+    with _translate_communication_errors():
         for tensor in tensors:
             dense = tensor.contiguous()
             dist.all_reduce(dense)

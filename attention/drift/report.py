@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvfold.attention.checks import expect_at_least
 from kvfold.attention.drift.compare import DriftMeasurement, compare_models
 from kvfold.attention.drift.metrics import make_metric_rows, metrics_to_dict, replace_non_finite
-from kvfold.attention.drift.streams import LayerStream, as_stream
+from kvfold.attention.drift.streams import LayerStream, make_layer_stream
 
 # tokens of one layer call
 TOKENS_AT_ONCE = 4096
@@ -147,7 +147,7 @@ def measure_drift(
     streams = []
     for model in (source, student):
         on_gpu = device is None and isinstance(model, nn.Module) and torch.cuda.is_available()
-        streams.append(as_stream(model, device="cuda" if on_gpu else device, dtype=dtype))
+        streams.append(make_layer_stream(model, device="cuda" if on_gpu else device, dtype=dtype))
     teacher, compared = streams
     if teacher.layers != compared.layers:
         raise ValueError(
@@ -183,7 +183,7 @@ def make_drift_report(
         some = tokens[: max(1, _FLOOR_TOKENS // tokens.shape[1])]
         reference = source.to(dtype=exact)
         lowest = compare_models(
-            reference, as_stream(source, dtype=coarse), some, len(some), progress
+            reference, make_layer_stream(source, dtype=coarse), some, len(some), progress
         )
     return DriftReport(
         **vars(measured),

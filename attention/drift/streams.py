@@ -2,7 +2,7 @@
 profiles.
 
 Two models can process the same tokens side by side with only one layer of each in memory.
-``as_stream`` wraps loaded models; checkpoints on disk have their own streams. Shapes: ``B``
+``make_layer_stream`` wraps loaded models; checkpoints on disk have their own streams. Shapes: ``B``
 sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary.
 
 Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a
@@ -74,7 +74,7 @@ class LayerStream(Protocol):
         """
 
 
-def as_stream(
+def make_layer_stream(
     model: nn.Module | LayerStream,
     *,
     device: torch.device | str | None = None,
@@ -122,7 +122,7 @@ class LoadedStream:
             if self.dtype == torch.float64 and config is not None:
                 # grouped matmuls have no float64
                 config._experts_implementation_internal = "eager"
-        self._frame = StandInModel(copied)
+        self._frame = ModelWithStandIns(copied)
         self.layers = len(self._frame.layers)
         self._ends = self._convert(copied)
         # the arguments of every layer, by the shape of the tokens that were embedded last
@@ -194,7 +194,7 @@ class LoadedStream:
 Visit = Callable[[int, Tensor, LayerArguments], Tensor]
 
 
-class StandInModel:
+class ModelWithStandIns:
     """A stock ``model`` whose decoder ``layers`` are replaced in place by stand-ins, which pass
     what they receive to the function ``visit``.
     """
@@ -275,7 +275,7 @@ class _LayerStandIn(nn.Module):
     model's ``visit`` function instead of the layer.
     """
 
-    def __init__(self, index: int, layer: nn.Module, frame: StandInModel) -> None:
+    def __init__(self, index: int, layer: nn.Module, frame: ModelWithStandIns) -> None:
         super().__init__()
         self.index = index
         # in a tuple, so that neither becomes a submodule
@@ -323,7 +323,7 @@ def measure_cache_bytes_per_token(
 ) -> int:
     """Return by how many bytes per token the generation cache grows, summed over all layers.
 
-    ``enter(tokens)`` returns the result of ``StandInModel.enter(..., use_cache=True)`` for one
+    ``enter(tokens)`` returns the result of ``ModelWithStandIns.enter(..., use_cache=True)`` for one
     sequence; its arguments include the cache object that the stock model creates for generation.
     The model may be on the meta device.
     """

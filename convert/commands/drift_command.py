@@ -19,7 +19,7 @@ from kvfold.convert.console import (
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_verdict
-from kvfold.convert.conversion.results import format_block
+from kvfold.convert.conversion.results import format_labeled_rows
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -86,10 +86,19 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         ("verdict", format_verdict(report)),
     ]
     if not layers:
-        return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])
+        return format_labeled_rows(
+            rows, ["kvfold", "drift", request.model, request.out, "--layers"]
+        )
     figures = format_table(report.table_rows())
     return "\n".join(
-        [format_block(rows), "", *figures, "", *format_table(format_layer_rows(report)), _LEGEND]
+        [
+            format_labeled_rows(rows),
+            "",
+            *figures,
+            "",
+            *format_table(format_layer_rows(report)),
+            _LEGEND,
+        ]
     )
 
 

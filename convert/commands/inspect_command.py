@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import STDOUT, print_result
-from kvfold.convert.conversion.results import format_block
+from kvfold.convert.conversion.results import format_labeled_rows
 from kvfold.convert.formatting import format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def format_inspection(inspection: "Inspection") -> str:
     """The inspection as text: facts about the model wrapped to the terminal's width, a table of
     targets, and the engines that serve them.
     """
-    lines = [format_block(_list_model_facts(inspection)), ""]
+    lines = [format_labeled_rows(_list_model_facts(inspection)), ""]
     if not inspection.targets:
         return "\n".join([*lines, "can become: nothing smaller"])
     rows = [("can become", "saves", "at 128k")]

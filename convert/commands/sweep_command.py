@@ -16,7 +16,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
-from kvfold.convert.conversion.results import format_block
+from kvfold.convert.conversion.results import format_labeled_rows
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.sweep_targets import parse_targets
@@ -112,5 +112,7 @@ def summarize_sweep(sweep: "Sweep") -> str:
         command += ["--effort", "thorough"]
     else:
         command = row.command
-    verdict = format_block([("verdict", sweep.verdict)], command)
-    return "\n".join([format_block(heading), "", *format_table(sweep.format_rows()), "", verdict])
+    verdict = format_labeled_rows([("verdict", sweep.verdict)], command)
+    return "\n".join(
+        [format_labeled_rows(heading), "", *format_table(sweep.format_rows()), "", verdict]
+    )

@@ -66,9 +66,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 with stages("reading the text and the model"):
                     calibration = load_source_and_text(plan, folder, stages)
             if request.to == "mla":
-                from kvfold.convert.conversion.splits import choose_slots_and_split
+                from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
 
-                plan, splits = choose_slots_and_split(plan, calibration, stages)
+                plan, splits = choose_rotary_slots_and_cache_split(plan, calibration, stages)
                 notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
             with output.open_shard_writer(plan, journal, stages) as writer:
@@ -82,7 +82,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
                 digests = {}
                 notes["polish"] = polish_checkpoint(plan, calibration, folder, stages)
-            completed = processes.on_rank0(
+            completed = processes.run_on_rank0(
                 lambda: output.complete_output(plan, calibration, folder, digests, notes, stages)
             )
     record, drift = completed or ({}, None)

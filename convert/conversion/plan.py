@@ -28,17 +28,17 @@ from kvfold.convert.families.model import Model, ModelSizes, make_model
 from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import Method, find_method_without_text
 from kvfold.convert.request import ConvertRequest
+from kvfold.convert.targets.custom_code import needs_custom_code, plan_custom_fold
 from kvfold.convert.targets.engines import (
     EngineSupport,
     ServedModel,
-    describe_fold,
-    describe_mla,
+    describe_folded_model,
+    describe_mla_model,
     list_engine_support,
 )
 from kvfold.convert.targets.mla.layout import plan_mla_output
 from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_mla_problems
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
-from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
@@ -91,7 +91,7 @@ class Plan:
         """The conversion method that the request chooses."""
         return self.request.chosen_method
 
-    def with_slots(self, slots: "Sequence[RotarySlots]") -> "Plan":
+    def with_rotary_slots(self, slots: "Sequence[RotarySlots]") -> "Plan":
         """Return this plan with the rotary slots chosen for each layer: the rotary pairs that the
         shared MLA key keeps. The output's config gets their frequencies.
         """
@@ -101,7 +101,7 @@ class Plan:
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     """Plan the conversion of ``checkpoint`` by ``request``. An MLA plan is complete only after
-    `Plan.with_slots`, which needs weights.
+    `Plan.with_rotary_slots`, which needs weights.
 
     With a budget, the largest split stands in for all until one is chosen. Raises InputError if the
     tensors do not match config.json or the target is not possible.
@@ -149,7 +149,9 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
         for layer, names in enumerate(reads):
             reads[layer] = names + model.names_by_role.get(("gate_up", layer), ())
     output = plan_mla_output(model, checkpoint, spec, dtype)
-    return _build_plan(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
+    return _build_plan(
+        request, checkpoint, model, output, reads, describe_mla_model(model, spec), spec
+    )
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -168,8 +170,8 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         )
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = None if request.dtype == "auto" else request.dtype
-    own_code = needs_own_code(model)
-    if request.layout is not None and not own_code:
+    custom_code = needs_custom_code(model)
+    if request.layout is not None and not custom_code:
         raise option_error(
             "layout",
             request.layout,
@@ -177,14 +179,14 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             f" --to {request.to}; remove --layout",
         )
     # Pooling leaves queries and the output alone in a stock class.
-    pools = method.pools and not request.calibrated and not own_code
+    pools = method.pools and not request.calibrated and not custom_code
     roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
-    if own_code:
-        output = plan_own_fold(model, checkpoint, kv_heads, dtype)
+    if custom_code:
+        output = plan_custom_fold(model, checkpoint, kv_heads, dtype)
     else:
         output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
-    result = describe_fold(model, kv_heads)
+    result = describe_folded_model(model, kv_heads)
     return _build_plan(request, checkpoint, model, output, reads, result, None)
 
 
@@ -245,8 +247,8 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     """List the ways to divide the requested MLA cache into latent channels and rotary dims, in
     ascending rotary dims; a single one without ``--budget``. Raises InputError if none is possible.
     """
-    own_code = request.layout is None and needs_own_code(model)
-    layout = "kvfold" if own_code else request.resolved_layout
+    custom_code = request.layout is None and needs_custom_code(model)
+    layout = "kvfold" if custom_code else request.resolved_layout
     rotated = request.rotate_latent
     if request.budget is None:
         specs = [MlaSpec(request.kv_rank or 0, request.rope_dim or 0, layout, rotated)]

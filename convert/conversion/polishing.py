@@ -76,7 +76,7 @@ def polish_checkpoint(
         if constant:
             check_constant_channel(result.tensors, written)
     if result.tensors:
-        processes.on_rank0(lambda: _replace_tensors(plan, folder, result.tensors))
+        processes.run_on_rank0(lambda: _replace_tensors(plan, folder, result.tensors))
     return {
         "before": result.errors[0],
         "after": min(result.errors),

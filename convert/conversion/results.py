@@ -127,10 +127,10 @@ class Conversion:
                 *(("by text", line) for line in format_losses_by_text(self.record)),
                 ("verdict", format_verdict(drift)),
             ]
-        return format_block(rows, suggest_next_command(plan, drift))
+        return format_labeled_rows(rows, suggest_next_command(plan, drift))
 
 
-def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
+def format_labeled_rows(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
     """Return rows of ``(label, text)`` as aligned lines of at most 100 columns, followed by
     ``next_command`` as one line of shell code. Rows without text are left out.
     """
@@ -204,4 +204,4 @@ def summarize_plan(plan: Plan) -> str:
         memory += f", {format_bytes(free)} free"
     disk = f"{format_bytes(needs.disk)} needed, {format_bytes(get_free_disk_bytes(plan))} free"
     rows += [("disk", disk), ("memory", memory), ("written", "nothing (--dry-run)")]
-    return format_block(rows)
+    return format_labeled_rows(rows)

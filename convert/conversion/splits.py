@@ -92,7 +92,7 @@ class Trial:
         return values | ({} if self.refined_kl is None else {"refined_kl": self.refined_kl})
 
 
-def choose_slots_and_split(
+def choose_rotary_slots_and_cache_split(
     plan: Plan, calibration: Calibration | None, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Choose the rotary pairs (slots) that the MLA keys of each layer keep and, for ``--budget``,
@@ -102,9 +102,9 @@ def choose_slots_and_split(
     layers; otherwise the weights alone choose.
     """
     if calibration is None or not plan.method.reads_text:
-        return plan.with_slots(choose_slots(plan, [])), []
+        return plan.with_rotary_slots(choose_rotary_slots(plan, [])), []
     survey = survey_layers(plan, calibration, stages, plan.request.budget is not None)
-    return choose_split(plan, calibration, survey, stages)
+    return choose_cache_split(plan, calibration, survey, stages)
 
 
 def survey_layers(
@@ -135,7 +135,7 @@ def survey_layers(
     return Survey(processes.broadcast_from_rank0(lambda: surveys), probes)
 
 
-def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
+def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
     """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by ``surveys``,
     which has statistics of every layer. Layout engine allows only plain RoPE.
 
@@ -157,17 +157,19 @@ def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots
         layers = [layer for layer, other in enumerate(frequencies) if other == alike]
         if not surveys:
             theta = torch.tensor(alike, dtype=torch.float64)
-            slots[alike] = rope_slots.spread_slots(theta, spec.rope_dim)
+            slots[alike] = rope_slots.spread_rotary_slots(theta, spec.rope_dim)
         elif spec.layout == "engine":
-            slots[alike] = rope_slots.choose_stepped_slots(
+            slots[alike] = rope_slots.choose_stepped_rotary_slots(
                 [surveys[layer] for layer in layers], rope_dim
             )
         else:
-            slots[alike] = rope_slots.choose_slots([surveys[layer] for layer in layers], rope_dim)
+            slots[alike] = rope_slots.choose_rotary_slots(
+                [surveys[layer] for layer in layers], rope_dim
+            )
     return [slots[alike] for alike in frequencies]
 
 
-def choose_split(
+def choose_cache_split(
     plan: Plan, calibration: Calibration, survey: Survey, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
@@ -175,15 +177,15 @@ def choose_split(
     """
     request = plan.request
     if request.budget is None:
-        return plan.with_slots(choose_slots(plan, survey.layers)), []
+        return plan.with_rotary_slots(choose_rotary_slots(plan, survey.layers)), []
     plans = [
         plan_mla(request, plan.checkpoint, plan.model, spec)
         for spec in list_mla_specs(request, plan.model)
     ]
     trials = []
     for split in stages.iterate_over("splits", plans, len(plans), "split"):
-        split = split.with_slots(choose_slots(split, survey.layers))
-        trials.append(Trial(split, measure_split_kl(split, calibration, survey)))
+        split = split.with_rotary_slots(choose_rotary_slots(split, survey.layers))
+        trials.append(Trial(split, measure_kl_of_split(split, calibration, survey)))
     if request.refine:
         # Refined are the best few, and the splits that more engines serve than the best.
         ranked = sorted(trials, key=Trial.sort_key)
@@ -191,7 +193,7 @@ def choose_split(
         more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
         finalists = [*ranked[:_FINALISTS], *more]
         for trial in stages.iterate_over("finals", finalists, len(finalists), "split"):
-            trial.refined_kl = measure_split_kl(trial.plan, calibration, survey, _TRIAL_STEPS)
+            trial.refined_kl = measure_kl_of_split(trial.plan, calibration, survey, _TRIAL_STEPS)
     return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
 
 
@@ -206,7 +208,7 @@ def choose_best_trial(trials: Sequence[Trial]) -> Trial:
     return min(near, key=lambda trial: (-trial.count_engines(), trial.sort_key()))
 
 
-def measure_split_kl(
+def measure_kl_of_split(
     plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0
 ) -> float:
     """Convert a few layers by ``plan``, train them for ``refine`` steps, and return the KL
@@ -226,5 +228,5 @@ def measure_split_kl(
             tensors, _ = convert_layer(plan, step, refine)
             step.advance(tensors)
         else:
-            step.advance_unchanged()
+            step.advance_student_unchanged()
     return processes.broadcast_from_rank0(lambda: walk.measure_drift().kl)

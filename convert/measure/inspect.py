@@ -23,24 +23,24 @@ from kvfold.convert.families.family import (
 )
 from kvfold.convert.families.model import Model, make_model
 from kvfold.convert.families.rotary import read_rope_parameters
-from kvfold.convert.targets.engines import (
-    EngineSupport,
-    ServedModel,
-    describe_fold,
-    describe_latent_config,
-    describe_mla,
-    format_mla_options,
-    list_engine_support,
-    propose_budgets,
-    propose_kernel_splits,
-)
-from kvfold.convert.targets.mla.spec import MlaSpec, is_mla_config, list_stock_problems
-from kvfold.convert.targets.own_code import (
+from kvfold.convert.targets.custom_code import (
     BLOCK,
     get_source_type,
     make_grouped_model,
-    needs_own_code,
+    needs_custom_code,
 )
+from kvfold.convert.targets.engines import (
+    EngineSupport,
+    ServedModel,
+    describe_folded_model,
+    describe_mla_config,
+    describe_mla_model,
+    format_mla_options,
+    list_engine_support,
+    propose_mla_sizes_by_saving,
+    propose_mla_sizes_with_kernels,
+)
+from kvfold.convert.targets.mla.spec import MlaSpec, is_mla_config, list_stock_problems
 from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
@@ -170,8 +170,8 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
         return _inspect_kvfold_result(checkpoint)
     source = make_model(config, checkpoint.tensors)
     _check_tensor_shapes(checkpoint, source)
-    facts = _describe_model(checkpoint, source, describe_fold(source))
-    not_mla = [] if needs_own_code(source) else list_stock_problems(source)
+    facts = _describe_model(checkpoint, source, describe_folded_model(source))
+    not_mla = [] if needs_custom_code(source) else list_stock_problems(source)
     targets = propose_targets(source, facts["dtype"])
     return Inspection(**facts, targets=targets, not_mla=not_mla)
 
@@ -196,14 +196,14 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
         _check_latent_shapes(
             checkpoint, "kv_down_proj.weight", (width, size.model_dim), size.layers
         )
-        result = describe_mla(source, MlaSpec(rank, rope_dim, layout="kvfold"))
+        result = describe_mla_model(source, MlaSpec(rank, rope_dim, layout="kvfold"))
         facts = _describe_model(checkpoint, source, result)
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope_dim}
         facts["head_dim"] += rope_dim
     else:
         (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
         _check_tensor_shapes(checkpoint, make_grouped_model(source, kv_heads))
-        result = describe_fold(source, kv_heads)
+        result = describe_folded_model(source, kv_heads)
         facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
         facts["attention"] = format_attention_label(source.geometry.heads, kv_heads)[:3]
     facts["family"] = config["model_type"]
@@ -221,7 +221,7 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
         raise InputError("config.json: rope_parameters must be an object")
-    result = describe_latent_config(checkpoint.config)
+    result = describe_mla_config(checkpoint.config)
     # Engines were tried on what kvfold writes; these classes can hold other models too.
     written = (checkpoint.folder / RECORD).exists()
     return Inspection(
@@ -346,16 +346,16 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     targets: dict[str, ServedModel] = {}
     for kv_heads in list_kv_heads(model.geometry):
         options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
-        targets[options] = describe_fold(model, kv_heads)
+        targets[options] = describe_folded_model(model, kv_heads)
     splits: dict[int, MlaSpec] = {}
-    for spec in propose_kernel_splits(model):
+    for spec in propose_mla_sizes_with_kernels(model):
         splits.setdefault(spec.kv_rank, spec)  # the first layout: most engines serve it
     for spec in splits.values():
-        targets[format_mla_options(spec)] = describe_mla(model, spec)
-    for spec in propose_budgets(model):
+        targets[format_mla_options(spec)] = describe_mla_model(model, spec)
+    for spec in propose_mla_sizes_by_saving(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
         options = f"--to mla --budget {spec.kv_rank + spec.rope_dim}"
-        targets[options] = describe_mla(model, spec)
+        targets[options] = describe_mla_model(model, spec)
     source_elements = count_cache_elements(model.geometry)
     windows = [layer.window for layer in model.layers]
     return [

@@ -41,7 +41,7 @@ from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import format_text_name, get_package_versions
-from kvfold.convert.conversion.splits import Survey, choose_split, survey_layers
+from kvfold.convert.conversion.splits import Survey, choose_cache_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import make_model
 from kvfold.convert.formatting import format_duration
@@ -280,7 +280,7 @@ def _fit_and_measure_targets(
     students = []
     for target, plan in plans.items():
         if plan.latent is not None:
-            plan, _ = choose_split(plan, calibration, survey, stages)
+            plan, _ = choose_cache_split(plan, calibration, survey, stages)
         walk = Walk(teacher, build_student(plan, calibration))
         students.append(_TargetStudent(target, plan, walk))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:

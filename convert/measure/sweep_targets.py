@@ -8,7 +8,10 @@ from kvfold.convert.conversion.plan import list_kv_heads
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, Layout
-from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
+from kvfold.convert.targets.engines import (
+    propose_mla_sizes_by_saving,
+    propose_mla_sizes_with_kernels,
+)
 from kvfold.convert.targets.same_family import count_cache_elements
 
 # The options of a ConvertRequest that name its target.
@@ -73,10 +76,10 @@ def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetO
         targets.append({"to": "mqa"})
     kernels = []
     if count_cache_elements(model.geometry) >= _SERVED_FROM:
-        kernels = propose_kernel_splits(model, (layout or DEFAULT_LAYOUT,))
+        kernels = propose_mla_sizes_with_kernels(model, (layout or DEFAULT_LAYOUT,))
     targets += [{"to": "mla", "kv_rank": mla.kv_rank, "rope_dim": mla.rope_dim} for mla in kernels]
     if not kernels:
-        budgets = [mla.kv_rank + mla.rope_dim for mla in propose_budgets(model, layout)]
+        budgets = [mla.kv_rank + mla.rope_dim for mla in propose_mla_sizes_by_saving(model, layout)]
         targets += [{"to": "mla", "budget": budget} for budget in budgets]
     if not targets:
         raise InputError(

@@ -87,7 +87,7 @@ class WeightMap:
         inside = [target for target in self.expected if target.startswith(prefix)]
         missing = [target for target in inside if target not in sourced]
         if missing:
-            raise self._describe_missing(missing)
+            raise self._make_missing_error(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def find_source(self, target: str) -> WeightSource:
@@ -96,10 +96,10 @@ class WeightMap:
         """
         source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
         if source is None:
-            raise self._describe_missing([target])
+            raise self._make_missing_error([target])
         return source
 
-    def _describe_missing(self, missing: list[str]) -> InputError:
+    def _make_missing_error(self, missing: list[str]) -> InputError:
         """Return the error that the checkpoint lacks tensors for the parameters ``missing``."""
         return InputError(
             f"the checkpoint lacks tensors for {len(missing)} parameters of"

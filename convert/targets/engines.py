@@ -19,6 +19,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import make_older_rope_keys
 from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.request import Layout
+from kvfold.convert.targets.custom_code import needs_custom_code
 from kvfold.convert.targets.mla.spec import (
     EXPERT_TYPE,
     KERNEL_CACHES,
@@ -27,7 +28,6 @@ from kvfold.convert.targets.mla.spec import (
     count_cached_divisors,
     list_mla_problems,
 )
-from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import count_cache_elements
 
 _ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))
@@ -131,13 +131,13 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
     return result
 
 
-def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
+def describe_folded_model(model: Model, kv_heads: int | None = None) -> ServedModel:
     """Return the properties that matter to engines of ``model`` after a conversion to ``kv_heads``
     key/value heads; without ``kv_heads``, of the model as it is.
     """
     size = model.geometry
     return ServedModel(
-        "own" if needs_own_code(model) else "fold",
+        "own" if needs_custom_code(model) else "fold",
         size.layers,
         size.heads,
         kv_heads or size.kv_heads,
@@ -149,7 +149,7 @@ def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
     )
 
 
-def describe_mla(model: Model, spec: MlaSpec) -> ServedModel:
+def describe_mla_model(model: Model, spec: MlaSpec) -> ServedModel:
     """Return the properties that matter to engines of ``model`` after a conversion to MLA with the
     sizes ``spec``.
     """
@@ -169,13 +169,13 @@ def describe_mla(model: Model, spec: MlaSpec) -> ServedModel:
     )
 
 
-def describe_latent_config(config: Mapping[str, Any]) -> ServedModel:
+def describe_mla_config(config: Mapping[str, Any]) -> ServedModel:
     """Return the properties that matter to engines of an existing MLA model, or a multimodal
     wrapper around one, from its ``config.json``.
     """
     model_type = config["model_type"]
     if model_type in WRAPPERS:
-        return replace(describe_latent_config(config["text_config"]), wrapper=True)
+        return replace(describe_mla_config(config["text_config"]), wrapper=True)
     rope = config["qk_rope_head_dim"]
     experts = model_type == EXPERT_TYPE
     free = model_type == "youtu" or (experts and config.get("attention_bias"))
@@ -199,7 +199,7 @@ def _has_older_rope(config: Mapping[str, Any]) -> bool:
     return config.get("rope_theta") is not None or not config.get("rope_parameters")
 
 
-def propose_kernel_splits(
+def propose_mla_sizes_with_kernels(
     model: Model, layouts: Sequence[Layout] = ("engine", "free")
 ) -> list[MlaSpec]:
     """Return the MLA sizes for ``model`` that the MLA kernels of engines support, in each of
@@ -209,14 +209,15 @@ def propose_kernel_splits(
     return [spec for spec in specs if not list_mla_problems(model, spec)]
 
 
-def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]:
+def propose_mla_sizes_by_saving(model: Model, layout: Layout | None = None) -> list[MlaSpec]:
     """Return MLA sizes for ``model`` whose caches are about a half, a third, a quarter and an
-    eighth of its present one. Sizes with MLA kernels are left out (`propose_kernel_splits`).
+    eighth of its present one. Sizes with MLA kernels are left out
+    (`propose_mla_sizes_with_kernels`).
 
     Each is a spec in ``layout``, by default that of a conversion, with one of the splits that
     ``--budget`` chooses from; those that the layout cannot express are left out.
     """
-    layout = layout or ("kvfold" if needs_own_code(model) else "free")
+    layout = layout or ("kvfold" if needs_custom_code(model) else "free")
     rope = 2 if model.geometry.rotary_dims else 0
     budgets = [count_cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS]
     specs = [

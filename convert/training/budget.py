@@ -6,7 +6,8 @@ import math
 
 from kvfold.convert.formatting import parse_number
 
-# Chosen, not tuned: eight rounds, enough for `training.polish.compute_slowdown` to judge the rate.
+# Chosen, not tuned: eight rounds, enough for `training.polish.compute_plateau_factor` to judge the
+# rate.
 AUTO_POLISH_STEPS = 200
 # Steps between two evaluations on held-out sequences: chosen, not tuned.
 POLISH_ROUND = 25

@@ -91,7 +91,7 @@ class TrainingTask(ABC):
             channels,
         )
 
-    def load_masters(self) -> None:
+    def load_master_weights(self) -> None:
         """Copy the master weights into the layers, rounded to the dtypes in which they will be
         stored; gradients flow back to the masters.
         """
@@ -193,7 +193,7 @@ def train(
         next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
 
 
-def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
+def draw_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
     """Yield endless batches of ``size`` sequence indices below ``count``, reshuffled at the start
     of every epoch.
 

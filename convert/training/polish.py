@@ -21,7 +21,7 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, choose_batch_size
-from kvfold.convert.training.loop import TrainingTask, random_batches, sum_kl
+from kvfold.convert.training.loop import TrainingTask, draw_batches, sum_kl
 from kvfold.convert.walk.walk import Student, run_all_layers
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
@@ -30,8 +30,8 @@ _WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL
 # after 30 and 60 of 60 steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173;
 # layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which
-# `compute_slowdown` then halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553
-# -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
+# `compute_plateau_factor` then halves. Reference MHA model at an eighth of its cache, 100 steps:
+# 0.0553 -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
 # Parts of a run after each of which the rate is judged, and the least relative gain of one. Model
 # that ships, MLA 24+8, 200 steps (measured by a script in git history, 2026-11-24): each gains 2 %
@@ -84,7 +84,7 @@ class TrainingText:
         block of batches to which the last one belongs.
         """
         count, length = self.tokens.shape
-        batches = islice(random_batches(count, choose_batch_size(length), seed), steps)
+        batches = islice(draw_batches(count, choose_batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
             self._block = sorted({index for batch in block for index in processes.shard(batch)})
             self._states = None
@@ -101,7 +101,7 @@ class TrainingText:
         return TeacherText(self.tokens[indices].long(), self._states[rows])
 
 
-def compute_slowdown(errors: Sequence[float], steps: int) -> float:
+def compute_plateau_factor(errors: Sequence[float], steps: int) -> float:
     """Return a factor on the learning rate: it is halved by each part of the run that does not
     lower the best error by at least 1 %.
 
@@ -160,7 +160,7 @@ class PolishTask(TrainingTask):
         width = self.held_out.states.shape[-1]
         peak = _RATE / len(self.layers) * distance / math.sqrt(width)
         warmup = min(1.0, (step + 1) / _WARMUP)
-        return peak * compute_slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
+        return peak * compute_plateau_factor(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
         """Add to the masters the gradients of the KL from the teacher on this process's share of
@@ -168,7 +168,7 @@ class PolishTask(TrainingTask):
         """
         if own := processes.shard(batch):
             tokens, states = self.text.read(own)
-            self.load_masters()
+            self.load_master_weights()
             with self.stream.use_training_precision():
                 hidden = self.run_layers(tokens)
             # Gradients of the last layer's output add up here, a few positions at a time, and go
@@ -193,7 +193,7 @@ class PolishTask(TrainingTask):
         """Return means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
         teacher's loss (all in nats), and ``top_1_agreement``.
         """
-        self.load_masters()
+        self.load_master_weights()
         tokens = self.held_out.tokens
         sums = torch.zeros(4, dtype=torch.float64)
         size = choose_batch_size(tokens.shape[1])
@@ -209,7 +209,7 @@ class PolishTask(TrainingTask):
 
     def run_layers(self, tokens: Tensor) -> Tensor:
         """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens
-        [B, T]``, by the weights of the last `load_masters`.
+        [B, T]``, by the weights of the last `load_master_weights`.
         """
         hidden = self.stream.embed(tokens)
         for layer in self.layers:

@@ -29,7 +29,7 @@ from kvfold.attention.drift.compare import sum_squares
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.training.budget import choose_refine_batch_size
-from kvfold.convert.training.loop import TrainingResult, TrainingTask, random_batches, train
+from kvfold.convert.training.loop import TrainingResult, TrainingTask, draw_batches, train
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, compute_token_weights
 from kvfold.convert.walk.walk import Step, Student
 
@@ -108,13 +108,13 @@ def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> Tr
             # Each layer has its own order of the sequences.
             seed = settings.seed * 1_000_003 + step.index
             size = choose_refine_batch_size(training.chunks[0].inputs.shape[1])
-            *_, result = train(task, random_batches(training.count, size, seed), REFINE_ROUND)
+            *_, result = train(task, draw_batches(training.count, size, seed), REFINE_ROUND)
             if result.best_step:
                 break
     return replace(result, tensors={**tensors, **result.tensors})
 
 
-def learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -> float:
+def compute_learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -> float:
     """Return the learning rate after ``step`` steps of refinement, relative to its peak; 0 ends the
     training.
 
@@ -160,7 +160,9 @@ class RefineTask(TrainingTask):
         # The smaller the error before training is, the smaller the steps must be.
         distance = min(1.0, math.pow(errors[0], _ERROR_POWER))
         peak = min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * distance
-        return self._slower * peak * learning_rate_factor(self._settings.steps, step, errors)
+        return (
+            self._slower * peak * compute_learning_rate_factor(self._settings.steps, step, errors)
+        )
 
     def backward(self, batch: list[int]) -> None:
         """Add to the masters the gradients of the squared error on this process's share of
@@ -199,7 +201,7 @@ class RefineTask(TrainingTask):
         """Return the student's attention update minus its target, times each token's weight, ``[b,
         T, E]`` in float32 or wider.
         """
-        self.load_masters()
+        self.load_master_weights()
         (layer,) = self.layers
         added = self._settings.student_update.compute_update(
             layer, layer.attend(chunk.inputs).attention

@@ -269,10 +269,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         metrics = {"eval_loss": loss}
         if self._teacher is not None:
             metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
-        errors = [
-            select_held_out_error(row) for row in self.state.log_history if "eval_loss" in row
-        ]
-        if select_held_out_error(metrics) < min(errors, default=math.inf):
+        errors = [get_held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
+        if get_held_out_error(metrics) < min(errors, default=math.inf):
             state = self._gather_state()
             if launched_as_rank0():
                 with replace_file(self._best) as new:
@@ -285,7 +283,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return metrics
 
 
-def select_held_out_error(row: dict[str, float]) -> float:
+def get_held_out_error(row: dict[str, float]) -> float:
     """Return the figure of a logged evaluation that the best weights minimize: the KL from the
     teacher, or the loss without a teacher.
     """

@@ -46,12 +46,12 @@ from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import find_text_type
 from kvfold.convert.formatting import to_json_values
-from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
+from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, run_on_rank0
 from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
-from kvfold.convert.training.loop import random_batches
+from kvfold.convert.training.loop import draw_batches
 from kvfold.convert.training.steps import check_constant_channel
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
@@ -126,9 +126,9 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     """Train the open checkpoint ``source`` as ``request`` asks, and write the result to OUT."""
     from kvfold.convert.uptrain.trainer import (
         Uptrainer,
+        get_held_out_error,
         load_teacher,
         make_training_arguments,
-        select_held_out_error,
     )
 
     config = load_config(source, request.trust_remote_code)
@@ -161,13 +161,13 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
         record["precision"] = format_dtype(precision)
         if measured := [row for row in rows if "eval_loss" in row]:
             # As in `Uptrainer`, the first of equals is the best.
-            best = min(measured, key=select_held_out_error)
+            best = min(measured, key=get_held_out_error)
             record["held_out"] = {"before": measured[0], "after": best}
         _write_checkpoint(request, source, side_files, trainer.model, state, record)
         shutil.rmtree(request.work)
         return Uptrained(record)
 
-    return on_rank0(write_result) or Uptrained({})
+    return run_on_rank0(write_result) or Uptrained({})
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:
@@ -257,7 +257,7 @@ def draw_tokens(
     check_vocabulary(rows, vocabulary, source.origin)
     training = rows[held_out : held_out + count]
     # A new order in every epoch, independent of the number of processes.
-    epochs = random_batches(len(training), 1, request.seed)
+    epochs = draw_batches(len(training), 1, request.seed)
     order = [index for (index,) in islice(epochs, count)]
     return training[order], rows[:held_out]
 

@@ -257,9 +257,9 @@ class Walk:
 class Step:
     """One layer of a walk, open in the teacher, to be converted or left unchanged in the student.
 
-    Call one of `advance` and `advance_unchanged`: both residual streams have then passed the layer.
-    ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`). ``held_out`` and
-    ``calibration`` are the student's residual streams before the layer.
+    Call one of `advance` and `advance_student_unchanged`: both residual streams have then passed
+    the layer. ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`). ``held_out``
+    and ``calibration`` are the student's residual streams before the layer.
     """
 
     def __init__(self, teacher: TeacherLayer, walk: Walk) -> None:
@@ -303,7 +303,7 @@ class Step:
             self._advance_calibration(layer)
 
     @torch.no_grad()
-    def advance_unchanged(self) -> None:
+    def advance_student_unchanged(self) -> None:
         """Leave the student's layer as in the source, and run the student's residual streams
         through it.
         """

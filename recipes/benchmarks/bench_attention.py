@@ -194,7 +194,7 @@ def decode_row(
 
 
 @torch.no_grad()
-def propose_budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
+def propose_mla_sizes_by_saving(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
     """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks,
     ``attend_to_latents``.
     """
@@ -323,7 +323,7 @@ def main() -> None:
     torch.manual_seed(0)
     common = (chosen.threads, chosen.rounds, chosen.device)
     if chosen.budgets:
-        print(table(propose_budgets(*common)))
+        print(table(propose_mla_sizes_by_saving(*common)))
         return
     report: dict[str, Any] = {**conditions(torch.device(chosen.device)), "threads": chosen.threads}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]

@@ -13,7 +13,7 @@ from kvfold.attention import (
     rotary_frequencies,
     rotary_tables,
 )
-from kvfold.attention.drift.streams import as_stream
+from kvfold.attention.drift.streams import make_layer_stream
 from kvfold.attention.interface import blockwise_attention
 
 QUERY = torch.zeros(2, 4, 3, 8)
@@ -52,7 +52,7 @@ CASES = {
     "cache heads": lambda: append(heads=3),
     "gradient": lambda: append(learns=True),
     "softcap": lambda: blockwise_attention(nn.Module(), QUERY, KEY, KEY, None, softcap=1.0),
-    "model": lambda: as_stream(nn.Linear(2, 2)),
+    "model": lambda: make_layer_stream(nn.Linear(2, 2)),
 }
 
 

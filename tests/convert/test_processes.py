@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers import forked
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.processes import destroy_process_group, get_rank, on_rank0
+from kvfold.convert.processes import destroy_process_group, get_rank, run_on_rank0
 
 
 def run_two():
@@ -18,9 +18,9 @@ def run_two():
     def fail():
         raise InputError("no text", ["a detail"])
 
-    result = on_rank0(get_rank)
+    result = run_on_rank0(get_rank)
     try:
-        on_rank0(fail)
+        run_on_rank0(fail)
     except InputError as error:
         print(json.dumps([result, str(error)]))
     destroy_process_group()

@@ -61,7 +61,7 @@ def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[s
     }
 
 
-def encode_own_mla(
+def encode_custom_mla(
     latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], spec: MlaSpec
 ) -> dict[str, Tensor]:
     """Return the attention tensors of a layer in layout ``kvfold``, by name, reshaped to

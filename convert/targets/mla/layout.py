@@ -41,6 +41,7 @@ from kvfold.convert.families.family import find_wrapper_prefixes
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import make_older_rope_keys
 from kvfold.convert.families.values import evaluate_expression
+from kvfold.convert.targets.custom_code import CODE, build_custom_config, plan_custom_tensors
 from kvfold.convert.targets.mla.spec import (
     ATTENTION,
     MlaSpec,
@@ -54,7 +55,6 @@ from kvfold.convert.targets.output_checkpoint import (
     choose_computed_dtype,
     choose_output_dtype,
 )
-from kvfold.convert.targets.own_code import CODE, build_own_config, plan_own_tensors
 
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 _CLASSES = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
@@ -186,12 +186,12 @@ class MlaCheckpoint(OutputCheckpoint):
         stock class splits a fused gate and up projection.
         """
         # needs torch, a plan does not
-        from kvfold.convert.targets.mla.encode import encode_own_mla, encode_stock_mla
+        from kvfold.convert.targets.mla.encode import encode_custom_mla, encode_stock_mla
 
         if self.spec.layout == "kvfold":
             module = self.model.family.attention.format_module_name(layer)
             shapes = list_attention_shapes(self.model, self.spec, module)
-            return encode_own_mla(weights, shapes, self.spec)
+            return encode_custom_mla(weights, shapes, self.spec)
         tensors = encode_stock_mla(weights, layer, self.spec)
         for fused in self.model.names_by_role.get(("gate_up", layer), ()):
             halves = self.checkpoint.read_tensor(fused).chunk(2)
@@ -207,8 +207,8 @@ class MlaCheckpoint(OutputCheckpoint):
         [layers][P/2]`` in radians per position. All layers of a stock class use those of the first.
         """
         if self.spec.layout == "kvfold":
-            facts = _collect_own_facts(self.model, self.spec)
-            config = build_own_config(self.model, self.checkpoint, facts, self.dtype, theta)
+            facts = _build_custom_mla_entries(self.model, self.spec)
+            config = build_custom_config(self.model, self.checkpoint, facts, self.dtype, theta)
             return replace(self, config=config)
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
         config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
@@ -233,7 +233,7 @@ def plan_mla_output(
     if own:
         modules = map(model.family.attention.format_module_name, range(model.geometry.layers))
         shapes = [list_attention_shapes(model, spec, module) for module in modules]
-        tensors = plan_own_tensors(model, checkpoint, shapes, dtype)
+        tensors = plan_custom_tensors(model, checkpoint, shapes, dtype)
     else:
         tensors = _plan_stock_tensors(model, checkpoint, spec, dtype)
     return MlaCheckpoint(
@@ -248,7 +248,7 @@ def plan_mla_output(
     )
 
 
-def _collect_own_facts(source: Model, spec: MlaSpec) -> dict[str, Any]:
+def _build_custom_mla_entries(source: Model, spec: MlaSpec) -> dict[str, Any]:
     """The entries of the block ``kvfold`` in config.json that describe latent attention."""
     norm = source.qk_norm
     facts: dict[str, Any] = {

@@ -9,8 +9,8 @@ take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 
 ``problems.json`` lists the features that layouts cannot express: of the attention, for every MLA
 layout; beyond these, for layout ``kvfold``, for the stock classes, and for engines. ``when`` is an
-expression over the facts that `_collect_facts` collects. Each problem of a model is one line: such
-a feature, and an option to use instead.
+expression over the facts that `_collect_condition_values` collects. Each problem of a model is one
+line: such a feature, and an option to use instead.
 """
 
 import json
@@ -47,7 +47,7 @@ class MlaSpec:
 
     kv_rank: cached latent channels R per token and layer, the constant channel included
     rope_dim: dims P of the cached rotary key
-    layout: where the model is stored (`layout`, `own_code`)
+    layout: where the model is stored (`layout`, `custom_code`)
     rotated: mix the channels with each other, for a quantized cache
     """
 
@@ -169,9 +169,11 @@ def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False
     """Return one message for each reason why ``model`` cannot be converted to MLA with ``spec``; an
     empty list if it can.
     """
-    problems = _list_own_problems(model) if spec.layout == "kvfold" else list_stock_problems(model)
+    problems = (
+        _list_custom_problems(model) if spec.layout == "kvfold" else list_stock_problems(model)
+    )
     if spec.layout == "engine":
-        for feature in _list_features(model, "engine"):
+        for feature in _list_unsupported_features(model, "engine"):
             problems.append(f"--layout engine: engines misread {feature}; use --layout free")
     return [*problems, *_list_size_problems(model, spec, allow_growth)]
 
@@ -186,20 +188,20 @@ def list_stock_problems(model: Model) -> list[str]:
             f"--to mla: {kind} has a fixed language model class without an MLA version; use --to"
             " gqa instead"
         ]
-    instead = "--to gqa" if _list_own_problems(model) else "--layout kvfold"
+    instead = "--to gqa" if _list_custom_problems(model) else "--layout kvfold"
     return [
         f"--to mla: {kind} has {feature}, which the stock MLA class cannot express; use {instead}"
         " instead"
-        for feature in _list_features(model, "attention", "stock")
+        for feature in _list_unsupported_features(model, "attention", "stock")
     ]
 
 
-def _list_own_problems(model: Model) -> list[str]:
+def _list_custom_problems(model: Model) -> list[str]:
     """Return one message for each feature of ``model`` that prevents a conversion to MLA in layout
     ``kvfold``.
     """
     kind = model.family.model_type
-    features = _list_features(model, "attention", "kvfold")
+    features = _list_unsupported_features(model, "attention", "kvfold")
     if kind not in SOURCES or model.tower is not None:
         features.append("no latent modules in this layout yet")
     return [
@@ -208,11 +210,11 @@ def _list_own_problems(model: Model) -> list[str]:
     ]
 
 
-def _list_features(model: Model, *groups: str) -> list[str]:
+def _list_unsupported_features(model: Model, *groups: str) -> list[str]:
     """Return the features of ``model`` that an MLA layout cannot express, from the given ``groups``
     of ``problems.json``.
     """
-    facts = _collect_facts(model)
+    facts = _collect_condition_values(model)
     return [
         row["feature"].format(**facts)
         for group in groups
@@ -221,7 +223,7 @@ def _list_features(model: Model, *groups: str) -> list[str]:
     ]
 
 
-def _collect_facts(model: Model) -> dict[str, Any]:
+def _collect_condition_values(model: Model) -> dict[str, Any]:
     """Return the properties of ``model`` by the names that the conditions in ``problems.json`` use,
     such as clipping, soft caps and attention windows.
     """

@@ -70,7 +70,7 @@ class GroupMoments:
     pairs: int
 
     @property
-    def queries_per_member(self) -> int:
+    def query_heads_per_kv_head(self) -> int:
         """The number of query heads that read each KV head, ``n / m``."""
         return len(self.queries) // len(self.keys)
 
@@ -78,7 +78,7 @@ class GroupMoments:
         """Return the moments of the KV heads ``members`` and of the query heads that read them."""
         device = self.keys.device
         chosen = torch.as_tensor(members, device=device)
-        repeat = self.queries_per_member
+        repeat = self.query_heads_per_kv_head
         readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
         return GroupMoments(
             keys=self.keys[chosen][:, :, chosen],
@@ -98,12 +98,12 @@ class Objective(Protocol):
     build on `share_keys`, `share_dims` and `score_fit.fit_scores`.
     """
 
-    def key_head(self, group: GroupMoments) -> SharedHead:
+    def fit_key_head(self, group: GroupMoments) -> SharedHead:
         """Return the best shared key head for ``group``; its ``decode [n, D, D]`` contains one map
         per query head.
         """
 
-    def value_head(self, group: GroupMoments) -> SharedHead:
+    def fit_value_head(self, group: GroupMoments) -> SharedHead:
         """Return the best shared value head for ``group``; its ``decode [m, D, D]`` contains one
         map per member.
         """

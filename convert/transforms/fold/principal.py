@@ -117,8 +117,8 @@ def fold_heads(
         values=layer.values[kv],
     )
     members = [layer.heads.select(group) for group in groups]
-    folded = _fold_keys(ordered, [objective.key_head(group) for group in members])
-    folded = _fold_values(ordered, folded, [objective.value_head(group) for group in members])
+    folded = _fold_keys(ordered, [objective.fit_key_head(group) for group in members])
+    folded = _fold_values(ordered, folded, [objective.fit_value_head(group) for group in members])
     return folded.map(Tensor.float)
 
 

@@ -53,13 +53,13 @@ class ScoreObjective(Objective):
     shared values that of the layer's output.
     """
 
-    def key_head(self, group: GroupMoments) -> SharedHead:
+    def fit_key_head(self, group: GroupMoments) -> SharedHead:
         """Return the key head that the heads of ``group`` will share, with the least squared error
         of the attention scores. Its ``decode [n, D, D]`` has a map for each of ``n`` query heads.
         """
         return fit_scores(fit_principal_keys(group), group)
 
-    def value_head(self, group: GroupMoments) -> SharedHead:
+    def fit_value_head(self, group: GroupMoments) -> SharedHead:
         """Return the shared value head with the least squared error of the layer's output; ``decode
         [m, D, D]``.
         """
@@ -75,7 +75,7 @@ def fit_principal_keys(group: GroupMoments) -> SharedHead:
     """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(
-        group.queries_per_member
+        group.query_heads_per_kv_head
     )
 
 
@@ -112,7 +112,7 @@ def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, T
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)
     return gram, average_rotations(
-        shared.repeat_interleave(group.queries_per_member, 0), group.phi, group.pairs
+        shared.repeat_interleave(group.query_heads_per_kv_head, 0), group.phi, group.pairs
     )
 
 
@@ -124,7 +124,7 @@ def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor,
     own = (
         group.keys.diagonal(dim1=0, dim2=2)
         .permute(2, 0, 1)
-        .repeat_interleave(group.queries_per_member, 0)
+        .repeat_interleave(group.query_heads_per_kv_head, 0)
     )
     total = (group.queries * average_rotations(own, group.phi, group.pairs)).sum((1, 2))
     weighted = head.decode.mT @ group.queries

@@ -104,7 +104,7 @@ class RotationMoments:
         means = left_mean[..., :, None] * right_mean[..., None, :]
         return self._rotate_by_mean(product) + self._add_covariance(product + means)
 
-    def compute_adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_gradient_factors(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrices ``V`` and ``M`` for the gradients of ``sum(weight * apply(product, a,
         b))`` with respect to its arguments.
 
@@ -285,8 +285,10 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
     bias = factors.down[:, -1]
     present = factors.down @ problem.mean
     weighted = factors.up_keys.mT @ problem.query_weight  # [H, n, D]
-    V, M = (part.sum(0) for part in problem.same.compute_adjoint(weighted @ factors.up_keys))
-    by_head = problem.cross.compute_adjoint(weighted)
+    V, M = (
+        part.sum(0) for part in problem.same.compute_gradient_factors(weighted @ factors.up_keys)
+    )
+    by_head = problem.cross.compute_gradient_factors(weighted)
     of_keys, of_means = (torch.unflatten(part, 0, (-1, layer.group)).sum(1) for part in by_head)
     P = (of_keys @ layer.keys[..., :-1]).sum(0)
     p = (of_means @ (layer.keys @ problem.mean)[..., None]).sum((0, 2))

@@ -112,10 +112,10 @@ def factor_by_svd(
     """Return the layer converted to latent attention with ``rank`` channels without calibration, by
     a truncated SVD of the stacked key and value projections.
 
-    ``slots`` are from ``spread_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
-    the principal component over the heads' weights. The remaining keys lose their rotation. ``gain
-    [E]``, the weight of the norm in front of the attention, only affects the scale of the latent
-    and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
+    ``slots`` are from ``spread_rotary_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per
+    slot, the principal component over the heads' weights. The remaining keys lose their rotation.
+    ``gain [E]``, the weight of the norm in front of the attention, only affects the scale of the
+    latent and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
     blank = make_blank_statistics(weights, gain)
     layer = build_projections(weights, blank, rotary, scale)

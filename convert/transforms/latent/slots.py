@@ -165,7 +165,7 @@ def average_surveys(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
     return LayerSurvey(worth, rotating[0].theta)
 
 
-def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
+def choose_rotary_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
     """Return the ``rope_dim / 2`` slots that preserve the most score energy, averaged over all
     layers; several may share a frequency.
 
@@ -178,10 +178,10 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
     pairs, heads = mean.worth.shape
     # Eigenvalues descend, so the picked slots of a pair are always its first ones.
     picked = mean.worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // heads
-    return _make_slots(torch.bincount(picked, minlength=pairs).tolist(), mean.theta)
+    return _make_rotary_slots(torch.bincount(picked, minlength=pairs).tolist(), mean.theta)
 
 
-def choose_stepped_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
+def choose_stepped_rotary_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
     """Return the best slots for engines that only support ``theta_i = base^(-2i/P)``: every
     ``step``-th rotary pair, for the best step.
 
@@ -194,10 +194,10 @@ def choose_stepped_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Rotar
     first = mean.worth[:, 0]
     step = max(range(1, longest + 1), key=lambda step: float(first[::step][:slots].sum()))
     chosen = range(0, pairs, step)[:slots]
-    return _make_slots([int(pair in chosen) for pair in range(pairs)], mean.theta)
+    return _make_rotary_slots([int(pair in chosen) for pair in range(pairs)], mean.theta)
 
 
-def spread_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
+def spread_rotary_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
     """Return ``rope_dim / 2`` slots at a uniform stride over the rotary pairs with frequencies
     ``theta [L]``; with more slots than pairs, each pair gets equally many.
     """
@@ -206,9 +206,9 @@ def spread_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
     counts = [per_pair] * pairs
     for index in range(rest):
         counts[index * pairs // rest] += 1
-    return _make_slots(counts, theta)
+    return _make_rotary_slots(counts, theta)
 
 
-def _make_slots(counts: Sequence[int], theta: Tensor) -> RotarySlots:
+def _make_rotary_slots(counts: Sequence[int], theta: Tensor) -> RotarySlots:
     """Return slots with ``counts[l]`` rotary keys at frequency ``theta[l]``."""
     return RotarySlots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))

@@ -9,7 +9,7 @@ from helpers.attention import DECODERS, attention_maps, random_tokens, tiny_deco
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from kvfold.attention.drift.streams import as_stream
+from kvfold.attention.drift.streams import make_layer_stream
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def test_a_stream_computes_exactly_what_the_model_does(family):
     tokens = random_tokens()
     with torch.no_grad():
         expected = model(tokens, output_hidden_states=True)
-    stream = as_stream(model)
+    stream = make_layer_stream(model)
     logits, outputs = run(stream, tokens)
     assert torch.equal(logits, expected.logits)
     for output, hidden in zip(outputs[:-1], expected.hidden_states[1:], strict=False):
@@ -48,7 +48,7 @@ def test_queries_and_keys_explain_the_attention(family):
     model = tiny_decoder(family, attn_implementation="eager")
     tokens = random_tokens()
     maps = model(tokens, output_attentions=True).attentions
-    for output, expected in zip(run(as_stream(model), tokens)[1], maps, strict=True):
+    for output, expected in zip(run(make_layer_stream(model), tokens)[1], maps, strict=True):
         weights = attention_maps(
             output.query, output.key, output.scale, expected > 0, output.softcap
         )
@@ -56,7 +56,7 @@ def test_queries_and_keys_explain_the_attention(family):
 
 
 def test_families_outside_the_attention_interface_have_no_queries():
-    _, outputs = run(as_stream(tiny_decoder("bloom")), random_tokens())
+    _, outputs = run(make_layer_stream(tiny_decoder("bloom")), random_tokens())
     assert outputs[0].query is None
     assert outputs[0].context is None
 
@@ -66,10 +66,12 @@ def test_the_model_is_left_as_it_was():
     tokens = random_tokens()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     layers = list(model.model.layers)
-    run(as_stream(model, dtype=torch.float64), tokens)
+    run(make_layer_stream(model, dtype=torch.float64), tokens)
     # without dropout
-    assert torch.equal(run(as_stream(model), tokens)[0], run(as_stream(model), tokens)[0])
-    as_stream(model).cache_bytes_per_token()
+    assert torch.equal(
+        run(make_layer_stream(model), tokens)[0], run(make_layer_stream(model), tokens)[0]
+    )
+    make_layer_stream(model).cache_bytes_per_token()
     assert model.config._attn_implementation == "sdpa"
     assert list(model.model.layers) == layers
     for module in model.modules():
@@ -83,12 +85,12 @@ def test_the_model_is_left_as_it_was():
 def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
     model = tiny_decoder(family)
     tokens = random_tokens()
-    wide, outputs = run(as_stream(model, dtype=torch.float64), tokens)
+    wide, outputs = run(make_layer_stream(model, dtype=torch.float64), tokens)
     assert wide.dtype == outputs[0].query.dtype == torch.float64
     assert_close(wide.float(), model(tokens).logits, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    logits, _ = run(as_stream(model, dtype=torch.bfloat16), tokens)
+    logits, _ = run(make_layer_stream(model, dtype=torch.bfloat16), tokens)
     assert torch.equal(logits, half(tokens).logits)
 
 
@@ -101,4 +103,4 @@ def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
     ],
 )
 def test_cache_bytes_are_those_of_the_formulas(model, expected):
-    assert as_stream(model).cache_bytes_per_token() == expected
+    assert make_layer_stream(model).cache_bytes_per_token() == expected

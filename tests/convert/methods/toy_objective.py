@@ -11,7 +11,9 @@ from kvfold.convert.transforms.fold.score_fit import ScoreObjective
 
 @register_objective("nearest-keys")
 class NearestKeys(ScoreObjective):
-    def key_head(self, group: GroupMoments) -> SharedHead:
+    def fit_key_head(self, group: GroupMoments) -> SharedHead:
         members, dims = group.keys.shape[:2]
         alike = torch.eye(dims).to(group.keys).expand(members, dims, dims)
-        return share_keys(group.keys, alike, group.pairs).repeat_decode(group.queries_per_member)
+        return share_keys(group.keys, alike, group.pairs).repeat_decode(
+            group.query_heads_per_kv_head
+        )

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import make_model
 from kvfold.convert.targets.engines import (
-    describe_fold,
-    describe_latent_config,
-    describe_mla,
+    describe_folded_model,
+    describe_mla_config,
+    describe_mla_model,
     list_engine_support,
 )
 from kvfold.convert.targets.mla.layout import build_mla_config
@@ -34,16 +34,16 @@ def answers(result):
 
 @pytest.mark.parametrize(("changes", "kv_heads", "refused", "ran"), CASES["folds"])
 def test_who_refuses_which_fold(changes, kv_heads, refused, ran):
-    assert answers(describe_fold(model(**changes), kv_heads)) == (refused, ran)
+    assert answers(describe_folded_model(model(**changes), kv_heads)) == (refused, ran)
 
 
 def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(tiny_family):
     for family in ("gpt2", "gpt_neox", "opt", "gptj"):
         source = read_model(tiny_family(family))
         others = ["SGLang", "llama.cpp", "mlx-lm"]
-        folded, _ = answers(describe_fold(source, 2))
+        folded, _ = answers(describe_folded_model(source, 2))
         assert folded == (["vLLM", *others] if family == "gptj" else others)
-        latent, _ = answers(describe_mla(source, MlaSpec(12, 0, layout="kvfold")))
+        latent, _ = answers(describe_mla_model(source, MlaSpec(12, 0, layout="kvfold")))
         assert latent == ["vLLM", *others]
 
 
@@ -51,21 +51,21 @@ def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(ti
 def test_who_refuses_which_split_and_layout(changes, split, layout, refused, ran):
     source = model(**changes)
     spec = MlaSpec(*split, layout=layout)
-    result = describe_mla(source, spec)
+    result = describe_mla_model(source, spec)
     assert answers(result) == (refused, ran)
     found = list_engine_support(result)
     assert {support.cache for support in found if support.serves} == {sum(split)}
     theta = [1e4 ** (-index / 32) for index in range(spec.rope_dim // 2)]
     config = build_mla_config(source, spec, theta, dtype="bfloat16")
-    assert list_engine_support(describe_latent_config(config)) == found
+    assert list_engine_support(describe_mla_config(config)) == found
 
 
 def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
     theta = [500000.0 ** (-i / 32) for i in range(32)]
     config = build_mla_config(model(), MlaSpec(512, 64, layout="engine"), theta, dtype="bfloat16")
-    assert answers(describe_latent_config(config))[0] == []
+    assert answers(describe_mla_config(config))[0] == []
     del config["rope_theta"], config["rope_scaling"]  # as transformers saves it
-    assert answers(describe_latent_config(config))[0] == ["mlx-lm"]
+    assert answers(describe_mla_config(config))[0] == ["mlx-lm"]
 
 
 @pytest.mark.parametrize("layout", ["free", "engine"])

@@ -18,7 +18,12 @@ from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.loop import distillation_loss, next_token_loss
-from kvfold.convert.training.polish import PolishTask, TeacherText, TrainingText, compute_slowdown
+from kvfold.convert.training.polish import (
+    PolishTask,
+    TeacherText,
+    TrainingText,
+    compute_plateau_factor,
+)
 from kvfold.convert.walk.walk import Student
 
 TOKENS = random_tokens(2, 12)
@@ -58,7 +63,7 @@ def task_of():
             student.set_layer_tensors(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
             task = PolishTask(student, opened, tensors, None, None, 15)
-            task.load_masters()
+            task.load_master_weights()
             with torch.no_grad():
                 states = task.run_layers(TOKENS)
             noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
@@ -82,7 +87,7 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     order = iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]])
     monkeypatch.setattr(module, "BLOCK_STEPS", 2)
     monkeypatch.setattr(module, "run_teacher", run_teacher)
-    monkeypatch.setattr(module, "random_batches", lambda *_: order)
+    monkeypatch.setattr(module, "draw_batches", lambda *_: order)
     text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3))
     for batch in islice(text.batches(5, seed=0), 2, None):  # a resumed run skips steps
         tokens, found = text.read(batch)
@@ -110,7 +115,7 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
     folder = tiny_family(family)
     ours = task_of(folder)
     stock = stock_model(folder)
-    ours.load_masters()
+    ours.load_master_weights()
     logits = ours.stream.logits(ours.run_layers(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
     assert_close(logits, expected, atol=2e-5, rtol=2e-5)
@@ -128,7 +133,7 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
     for master in ours.masters.values():
         # less than half a step of bfloat16
         master.data = master.data.bfloat16().float() * (1 + 2**-12)
-    ours.load_masters()
+    ours.load_master_weights()
     assert torch.equal(ours.run_layers(TOKENS), states)
 
 
@@ -176,4 +181,4 @@ def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     ],
 )
 def test_the_learning_rate_halves_after_every_part_that_hardly_gains(errors, steps, expected):
-    assert compute_slowdown(errors, steps) == expected
+    assert compute_plateau_factor(errors, steps) == expected

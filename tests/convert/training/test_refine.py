@@ -19,7 +19,7 @@ from kvfold.convert.training.refine import (
     MOST_STEPS,
     REFINE_ROUND,
     RefineSettings,
-    learning_rate_factor,
+    compute_learning_rate_factor,
     make_examples,
     refine_layer,
 )
@@ -149,7 +149,7 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
 @pytest.mark.parametrize(("share", "steps"), [(0.98, MOST_STEPS), (0.992, 2 * REFINE_ROUND)])
 def test_schedules_fall_to_zero(share, steps):
     """``auto`` lowers the rate once a round gains less than one percent, and ends in any case."""
-    assert [learning_rate_factor(4, done, [1.0]) for done in range(5)] == [
+    assert [compute_learning_rate_factor(4, done, [1.0]) for done in range(5)] == [
         1.0,
         0.75,
         0.5,
@@ -158,7 +158,7 @@ def test_schedules_fall_to_zero(share, steps):
     ]
     rates = []
     while (
-        rate := learning_rate_factor(
+        rate := compute_learning_rate_factor(
             "auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)]
         )
     ) > 0:

@@ -27,7 +27,7 @@ THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
 
 
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
-    slots = rope_slots.choose_slots(
+    slots = rope_slots.choose_rotary_slots(
         [rope_slots.survey_layer(weights, statistics, rotary)], rope_dim
     )
     return factor_layer(weights, statistics, rotary, slots, rank, **options)
@@ -63,7 +63,7 @@ def test_kernels_are_moments_at_random_distances_and_their_adjoints():
     torch.testing.assert_close(found, expected - torch.outer(left, right))
 
     weight = normal(4, 7, 3)
-    (of_rows,), (of_means,) = kernel.compute_adjoint(weight)
+    (of_rows,), (of_means,) = kernel.compute_gradient_factors(weight)
     gradient = (of_rows * product).sum() + rows @ mean @ of_means @ (keys @ mean)
     torch.testing.assert_close((weight * found).sum(), gradient)
 
@@ -164,9 +164,9 @@ def score_error(weights, latent, statistics, x):
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
-    full = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 16), 24)
+    full = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_rotary_slots(THETA, 16), 24)
     assert latent_error(full, weights, x) < 1e-8
-    small = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_slots(THETA, 4), 8)
+    small = factor_by_svd(weights, Rotary(THETA), rope_slots.spread_rotary_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
     assert latent_error(fitted, weights, x) < latent_error(small, weights, x)
 

@@ -44,15 +44,15 @@ def test_choice_takes_the_worth_of_all_layers():
     theta = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     first = LayerSurvey(torch.tensor([[0.4, 0.3], [0.1, 0.0], [0.1, 0.1]]), theta)
     second = LayerSurvey(torch.tensor([[0.0, 0.0], [0.9, 0.0], [0.1, 0.0]]), theta)
-    chosen = rope_slots.choose_slots([first, second], 6)
+    chosen = rope_slots.choose_rotary_slots([first, second], 6)
     assert chosen.counts == (2, 1, 0)
     assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
 
 
 def test_stride_is_uniform_and_fills_up_evenly():
     theta = torch.arange(8, 0, -1, dtype=torch.float64)
-    assert rope_slots.spread_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
-    assert rope_slots.spread_slots(theta, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
+    assert rope_slots.spread_rotary_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
+    assert rope_slots.spread_rotary_slots(theta, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     theta = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     worth = torch.full((8, 1), 0.1)
     worth[[heavy, 2 * heavy]] = 1.0
-    chosen = rope_slots.choose_stepped_slots([LayerSurvey(worth, theta)], 6)
+    chosen = rope_slots.choose_stepped_rotary_slots([LayerSurvey(worth, theta)], 6)
     assert chosen.counts == counts
     assert find_rope_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

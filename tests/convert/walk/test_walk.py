@@ -53,9 +53,9 @@ def test_an_unchanged_layer_is_the_sources(case):
     one = case.walk()
     for step in skipped:
         assert all(map(torch.equal, step.teacher.calibration, step.calibration))
-        step.advance_unchanged()
+        step.advance_student_unchanged()
     for step in one:
-        step.advance(case.layer(1)) if step.index == 1 else step.advance_unchanged()
+        step.advance(case.layer(1)) if step.index == 1 else step.advance_student_unchanged()
     assert (skipped.measure_drift().kl, skipped.measure_drift().agreement) == (0, 1)
     assert 0 < one.measure_drift().kl < measured(case).kl
 

@@ -2,8 +2,8 @@
 checkpoint.
 
 It is for models that no stock class can express. ``config.json`` is the source's, with model type
-``kvfold_...`` and a block ``kvfold`` that describes the attention (`build_own_config` builds all of
-it); the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear
+``kvfold_...`` and a block ``kvfold`` that describes the attention (`build_custom_config` builds all
+of it); the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear
 layers for queries, keys, values and output, even if the source fuses them, and rotates half-split
 heads by frequencies listed in the config. The variants are grouped attention and latent attention,
 which has norms on queries and keys if the source has them.
@@ -36,7 +36,7 @@ BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
 
 
-def needs_own_code(model: Model) -> bool:
+def needs_custom_code(model: Model) -> bool:
     """True if the source's class cannot have fewer key/value heads than query heads, so that a
     conversion must store kvfold's own modeling code.
     """
@@ -51,7 +51,7 @@ def get_source_type(config: Mapping[str, Any]) -> str | None:
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
 
-def plan_own_fold(
+def plan_custom_fold(
     source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
 ) -> OutputCheckpoint:
     """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in layout
@@ -79,15 +79,15 @@ def plan_own_fold(
     ]
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
-        config=build_own_config(source, checkpoint, facts, dtype),
-        tensors=plan_own_tensors(source, checkpoint, shapes, dtype),
+        config=build_custom_config(source, checkpoint, facts, dtype),
+        tensors=plan_custom_tensors(source, checkpoint, shapes, dtype),
         code=CODE,
         model=target,
         roles=ROLES,
     )
 
 
-def build_own_config(
+def build_custom_config(
     source: Model,
     checkpoint: Checkpoint,
     facts: Mapping[str, Any],
@@ -155,7 +155,7 @@ def make_grouped_model(source: Model, kv_heads: int) -> Model:
     return Model(family, source.config, source.tower)
 
 
-def plan_own_tensors(
+def plan_custom_tensors(
     source: Model,
     checkpoint: Checkpoint,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
