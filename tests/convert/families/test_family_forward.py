@@ -113,7 +113,8 @@ class Decoder:
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
         if self.model.layers[layer].sparse:
-            made = self.stock.model.layers[layer].mlp(x)
+            block = self.stock.model.layers[layer]
+            made = (block.mlp if hasattr(block, "mlp") else block.block_sparse_moe)(x)
             return made[0] if isinstance(made, tuple) else made
         act = ACT2FN[self.block.activation]
         if self.block.activation == "xielu":  # it has parameters
