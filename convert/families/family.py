@@ -63,6 +63,7 @@ _WRAPPED_NAMES = WrapperPrefixes(
     "model.language_model.", "lm_head."
 )  # as transformers 5 writes them
 _OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
+_IDEFICS_NAMES = WrapperPrefixes("model.text_model.", "lm_head.")
 _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 
 
@@ -96,7 +97,7 @@ def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
     """The prefixes that the tensor names of a multimodal checkpoint use; without a match, those
     that transformers 5 writes.
     """
-    for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, PLAIN_NAMES):
+    for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, _IDEFICS_NAMES, PLAIN_NAMES):
         if f"{spelling.tower}embed_tokens.weight" in names:
             return spelling
     return _WRAPPED_NAMES

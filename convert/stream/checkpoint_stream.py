@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from kvfold.attention.drift.recording import LayerArguments, OpenLayer, find_attention_name
@@ -77,10 +78,12 @@ class CheckpointStream:
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         self.layers = len(self._frame.layers)
-        embedding = model.get_input_embeddings()
-        self.vocabulary, self._width = map(int, embedding.weight.shape)
+        self._embed_tokens = model.get_input_embeddings()
+        self.vocabulary, self._width = map(int, self._embed_tokens.weight.shape)
         self._embedding = next(
-            f"{name}.weight" for name, module in model.named_modules() if module is embedding
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if module is self._embed_tokens
         )
         # Outside the base model is the head; inside it, but outside the decoder, are the towers of
         # wrappers.
@@ -119,9 +122,11 @@ class CheckpointStream:
         if self._table is None:
             self._table = self.read(self.weights.find_source(self._embedding).names[0])
         table = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
-        tensors = {**self._load_parameters(self._around), self._embedding: table}
+        around = self._load_parameters(self._around)
         with errors_as_input_errors():
-            return self._frame.enter(tensors, input_ids=local)[0]
+            # Idefics3 would move embeddings of its own to its first parameter's device: meta.
+            embedded = functional_call(self._embed_tokens, {"weight": table}, local)
+            return self._frame.enter(around, inputs_embeds=embedded)[0]
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
