@@ -47,7 +47,7 @@ _MOST_ROWS = 128
 _FEWEST_IN_STEP = 64
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A tile of the score matrix: a range of queries, the range of keys that they see, and ranges
     of sequences and key heads.
     """
@@ -96,7 +96,7 @@ class AttentionScores:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def split_into_blocks(self, buffers: int = 1) -> Iterator[Block]:
+    def split_into_blocks(self, buffers: int = 1) -> Iterator[ScoreBlock]:
         """Yield blocks that cover all pairs of a query and a key that it sees. Each has as many
         scores as fit the memory budget, at least those of one key head.
 
@@ -112,7 +112,7 @@ class AttentionScores:
         grain = _choose_key_step(self.keys[0])
         for first in range(0, queries, step):
             last = min(first + step, queries)
-            low, high = self.rule.key_range(first, last, keys)
+            low, high = self.rule.find_key_range(first, last, keys)
             if low == high:
                 continue
             low = low // grain * grain
@@ -124,7 +124,7 @@ class AttentionScores:
             for row, group in product(range(0, batch, sequences), range(0, groups, heads)):
                 row_end = min(row + sequences, batch)
                 group_end = min(group + heads, groups)
-                yield Block(
+                yield ScoreBlock(
                     slice(row, row_end),
                     slice(group, group_end),
                     slice(first, last),
@@ -132,14 +132,14 @@ class AttentionScores:
                     (row_end - row, group_end - group, members, last - first, high - low),
                 )
 
-    def allocate_memory(self, blocks: Sequence[Block]) -> Tensor:
+    def allocate_memory(self, blocks: Sequence[ScoreBlock]) -> Tensor:
         """Return memory for the scores of the largest of ``blocks``, ``[n]``. Blocks that are
         computed one after the other share it, because new memory for each costs page faults.
         """
         size = max([0, *(math.prod(block.shape) for block in blocks)])
         return widen_float16(self.queries[0].new_empty(0)).new_empty(size)
 
-    def compute_scores(self, block: Block, memory: Tensor | None = None) -> Tensor:
+    def compute_scores(self, block: ScoreBlock, memory: Tensor | None = None) -> Tensor:
         """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``, in
         ``memory [n]`` if it is given.
         """
@@ -156,7 +156,7 @@ class AttentionScores:
             scores += multiply_keys(rows_of_part, keys_of_part)
         return scores
 
-    def compute_weights(self, block: Block, memory: Tensor | None = None) -> Tensor:
+    def compute_weights(self, block: ScoreBlock, memory: Tensor | None = None) -> Tensor:
         """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
         width]``, in ``memory [n]`` if it is given. The row of a query that sees no key is zero.
         """
@@ -176,7 +176,7 @@ class AttentionScores:
                 # which all see too, keeps the width even: 127 columns take four times as long as
                 # 128 in bfloat16
                 low = max(low, self.rule.offset + block.queries.start)
-            ruled = self.rule.block(block.queries, slice(low, block.keys.stop), maps.device)
+            ruled = self.rule.make_mask(block.queries, slice(low, block.keys.stop), maps.device)
             ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
             seen = ruled if seen is None else seen & ruled
         if seen is not None:
@@ -241,7 +241,7 @@ def weigh_values(
     return result
 
 
-def _write_block_rows(result: Tensor, block: Block, rows: Tensor) -> None:
+def _write_block_rows(result: Tensor, block: ScoreBlock, rows: Tensor) -> None:
     """Copy a block's results, ``rows [b * g, M * rows, D]``, into their part of ``result [B, G, M,
     T, D]``.
     """

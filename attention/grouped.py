@@ -79,7 +79,7 @@ def apply_grouped_attention(
     if not rule.padded:
         # keys that no query sees are cut off first: a windowed decoding step then sees all that is
         # left
-        low, high = rule.key_range(0, queries, key.shape[2])
+        low, high = rule.find_key_range(0, queries, key.shape[2])
         key = key[:, :, low:high]
         value = value[:, :, low:high]
         rule = replace(rule, offset=rule.offset - low)

@@ -84,7 +84,7 @@ def latent_attention(
         if window is None and not learns and kernel_supports(query, query_rope, None):
             seen = None
             if not rule.sees_all(1, slots):
-                seen = rule.block(slice(0, 1), slice(0, slots), latent.device)[:, None]
+                seen = rule.make_mask(slice(0, 1), slice(0, slots), latent.device)[:, None]
             c = latent[..., :rank]
             z = attend_to_latents(query, query_rope, c, latent[..., rank:], scale, seen)
         else:

@@ -47,7 +47,7 @@ class Visibility:
         far = self.window is None or self.offset + queries <= self.window
         return not self.padded and near and far
 
-    def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
+    def find_key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
         """Return the bounds ``low, high`` of the keys ``low .. high - 1`` that queries ``first ..
         last - 1`` may see.
         """
@@ -60,7 +60,7 @@ class Visibility:
             low = min(keys, max(low, self.offset + first - self.window + 1))
         return low, max(low, high)
 
-    def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+    def make_mask(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """Return a boolean mask ``[B or 1, rows, width]`` (True means visible) for a range of
         queries and a range of keys.
         """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Rotate = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
+RotateHead = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +55,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
 
 
 def project_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, rotary: RotateHead | None = None
 ) -> Tensor:
     """Return the rotated projections of all heads, ``[H, T, D]``, for ``weight [H, D, E]`` and
     ``bias [H, D]``.
@@ -93,7 +93,7 @@ class MaskSettings:
     start: int = 0
     length: int | None = None
 
-    def apply(self, score: Tensor) -> Tensor:
+    def hide_keys(self, score: Tensor) -> Tensor:
         """Return ``score [T, S]`` of one head with ``-inf`` where query ``i`` does not see key
         ``j``.
         """
@@ -135,7 +135,7 @@ def attend_one_head(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.stack([torch.stack([factor * (q * k).sum() for k in key]) for q in query])
     result = []
-    for row in masks.apply(scores):
+    for row in masks.hide_keys(scores):
         if bool((row == -torch.inf).all()):
             result.append(torch.zeros_like(value[0]))
             continue
@@ -185,7 +185,7 @@ def grouped_query_attention(
     x: Tensor,
     w: GroupedProjections,
     masks: MaskSettings = CAUSAL,
-    rotary: Rotate | None = None,
+    rotary: RotateHead | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
     """Return grouped-query attention ``[T, E]``: ``y = sum_h W_o,h attention(W_q,h x, W_k,g x,
@@ -254,7 +254,7 @@ def attend_latent_heads(
 
 
 def latent_attention(
-    x: Tensor, w: LatentProjections, rotary: Rotate, absorbed: bool = False
+    x: Tensor, w: LatentProjections, rotary: RotateHead, absorbed: bool = False
 ) -> Tensor:
     """Return multi-head latent attention (DeepSeek-V2 2024, sec. 2.1), ``[T, E]``, for ``x [T,
     E]``.

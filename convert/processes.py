@@ -167,7 +167,7 @@ def all_reduce(tensors: Iterable["Tensor"]) -> None:
                 tensor.copy_(dense)
 
 
-def shard_range(number: int) -> range:
+def get_process_range(number: int) -> range:
     """The share of ``number`` items that this process works on, as a contiguous range; the sizes of
     shares differ by at most 1.
     """
@@ -175,7 +175,7 @@ def shard_range(number: int) -> range:
     return range(start, stop)
 
 
-def shard(items: Items) -> Items:
+def select_process_share(items: Items) -> Items:
     """The part of a list, or of the rows of a tensor, that this process works on."""
-    share = shard_range(len(items))
+    share = get_process_range(len(items))
     return items[share.start : share.stop]

@@ -149,8 +149,8 @@ def compare_predictions(
 
     Raises ValueError if the vocabularies differ.
     """
-    vocabulary = teacher.logits(expected[0][:1, :1]).shape[-1]
-    other = student.logits(actual[0][:1, :1]).shape[-1]
+    vocabulary = teacher.compute_logits(expected[0][:1, :1]).shape[-1]
+    other = student.compute_logits(actual[0][:1, :1]).shape[-1]
     if vocabulary != other:
         raise ValueError(
             f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
@@ -166,8 +166,8 @@ def compare_predictions(
         for stretch, (first, last) in enumerate(bounds):
             for start in range(first - 1, last - 1, step):
                 span = slice(start, min(start + step, last - 1))
-                logits = teacher.logits(hidden[:, span])
-                others = student.logits(student_hidden[:, span]).to(teacher.device)
+                logits = teacher.compute_logits(hidden[:, span])
+                others = student.compute_logits(student_hidden[:, span]).to(teacher.device)
                 by_stretch[stretch] += sum_prediction_drift(logits, others, labels[:, span]).cpu()
         sums.append(by_stretch)
     by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]

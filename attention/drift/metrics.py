@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricFormat:
     """How one figure of a `DriftMeasurement` is named and formatted.
 
     name: attribute of the measurement, and key in JSON; ``<name>_margin`` is half of its 95 %
@@ -35,7 +35,7 @@ class Metric:
 
 
 METRICS = (
-    Metric(
+    MetricFormat(
         "excess",
         "excess",
         "excess loss, nats per token",
@@ -43,12 +43,12 @@ METRICS = (
         " nats",
         interval=True,
     ),
-    Metric("kl", "KL", "KL of next-token distributions, nats", "z.4f", " nats"),
-    Metric("agreement", "top-1", "top-1 agreement", ".1%"),
+    MetricFormat("kl", "KL", "KL of next-token distributions, nats", "z.4f", " nats"),
+    MetricFormat("agreement", "top-1", "top-1 agreement", ".1%"),
 )
 
 
-def format_metric(metric: Metric, measured: object, *, interval: bool = True) -> str:
+def format_metric(metric: MetricFormat, measured: object, *, interval: bool = True) -> str:
     """Return one figure of ``measured`` as text, with its 95 % margin if it is known and
     ``interval`` is true; ``-`` if it is not finite.
     """

@@ -54,7 +54,7 @@ class DriftReport(DriftMeasurement):
         errors = [error for layer in self.layers for error in vars(layer).values()]
         return self.agreement == 1 and not any([self.kl, self.excess, *errors])
 
-    def table_rows(self) -> list[tuple[str, str, str, str]]:
+    def format_rows(self) -> list[tuple[str, str, str, str]]:
         """Return a table of all figures: a header, then rows of title, source, converted model and
         rounding floor.
         """
@@ -192,8 +192,8 @@ def make_drift_report(
         device=source.device.type,
         source_dtype=format_dtype(source.dtype),
         student_dtype=format_dtype(student.dtype),
-        source_cache_bytes=source.cache_bytes_per_token(),
-        student_cache_bytes=student.cache_bytes_per_token(),
+        source_cache_bytes=source.measure_cache_bytes_per_token(),
+        student_cache_bytes=student.measure_cache_bytes_per_token(),
         floor=lowest,
     )
 

@@ -12,7 +12,7 @@ arguments of each layer, and computes logits from any residual stream::
     tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
                                  |   ^
               hidden, Arguments  v   |  hidden states to continue with, or Stop
-                           visit(index, hidden, arguments)
+                           layer_function(index, hidden, arguments)
 """
 
 import copy
@@ -53,12 +53,12 @@ class LayerStream(Protocol):
     def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
         """Load layer ``index`` into memory; it is freed when the context exits."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, T, V]`` for the residual stream after the last layer, ``[B, T, E]``,
         by the final norm and head.
         """
 
-    def cache_bytes_per_token(self) -> int:
+    def measure_cache_bytes_per_token(self) -> int:
         """Return by how many bytes per token the model's generation cache grows, summed over all
         layers.
         """
@@ -132,7 +132,9 @@ class LoadedStream:
         """Return the residual stream before the first layer, ``[B, T, E]``, for ``tokens [B, T]``;
         records the arguments of every layer.
         """
-        hidden, arguments = self._frame.enter(self._ends, input_ids=tokens.to(self.device))
+        hidden, arguments = self._frame.run_to_first_layer(
+            self._ends, input_ids=tokens.to(self.device)
+        )
         self._recorded = {tokens.shape: arguments}
         return hidden
 
@@ -140,35 +142,35 @@ class LoadedStream:
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Yield layer ``index`` with its tensors on the stream's device and in its dtype."""
 
-        def arguments(hidden: Tensor) -> LayerArguments:
+        def get_arguments(hidden: Tensor) -> LayerArguments:
             shape = hidden.shape[:2]
             if shape not in self._recorded:
                 self.embed(torch.zeros(shape, dtype=torch.long))
             return self._recorded[shape][index]
 
         layer = self._frame.layers[index]
-        yield OpenLayer(index, layer, arguments, self._convert(layer))
+        yield OpenLayer(index, layer, get_arguments, self._convert(layer))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, T, V]`` for ``hidden [B, T, E]``, the residual stream after the last
         layer.
         """
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-        return self._frame.logits(hidden, self._ends, input_ids=blank)
+        return self._frame.compute_logits(hidden, self._ends, input_ids=blank)
 
     @torch.no_grad()
-    def cache_bytes_per_token(self) -> int:
+    def measure_cache_bytes_per_token(self) -> int:
         """Return by how many bytes per token the model's generation cache grows, summed over all
         layers.
         """
         # generation runs in the dtype of the model itself, whatever the stream computes in
         device = next(self.model.parameters()).device
 
-        def enter(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
+        def run_to_first_layer(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
             blank = torch.zeros(1, tokens, dtype=torch.long, device=device)
-            return self._frame.enter(input_ids=blank, use_cache=True)
+            return self._frame.run_to_first_layer(input_ids=blank, use_cache=True)
 
-        return measure_cache_bytes_per_token(self._frame.layers, enter)
+        return measure_cache_bytes_per_token(self._frame.layers, run_to_first_layer)
 
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -191,44 +193,44 @@ class LoadedStream:
         return tensors
 
 
-Visit = Callable[[int, Tensor, LayerArguments], Tensor]
+LayerFunction = Callable[[int, Tensor, LayerArguments], Tensor]
 
 
 class ModelWithStandIns:
     """A stock ``model`` whose decoder ``layers`` are replaced in place by stand-ins, which pass
-    what they receive to the function ``visit``.
+    what they receive to ``layer_function``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.path, layers = find_decoder_layers(model)
         self.layers = list(layers)
-        self.visit: Visit
-        # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the
-        # tensor's shape
+        self.layer_function: LayerFunction
+        # some families (bloom) unpack layer outputs; ``run_to_first_layer`` and ``compute_logits``
+        # detect this from the tensor's shape
         self.returns_tuples = False
         parent, _, name = self.path.rpartition(".")
         stand_ins = (_LayerStandIn(index, layer, self) for index, layer in enumerate(layers))
         setattr(model.get_submodule(parent), name, nn.ModuleList(stand_ins))
 
-    def run(
+    def run_model(
         self,
-        visit: Visit,
+        layer_function: LayerFunction,
         tensors: Mapping[str, Tensor] | None = None,
         **inputs: Any,
     ) -> Any:
-        """Return the stock model's output for ``inputs``, or None if ``visit``, which every
-        stand-in calls, raised ``StopForward``.
+        """Return the stock model's output for ``inputs``, or None if ``layer_function``, which
+        every stand-in calls, raised ``StopForward``.
 
         ``tensors`` replace the parameters and buffers with the same names.
         """
         # stand-ins leave a cache unfilled, which stock models would then read
         inputs = {"use_cache": False, **inputs}
-        self.visit = visit
+        self.layer_function = layer_function
         with suppress(StopForward):
             return functional_call(self.model, dict(tensors or {}), (), inputs, strict=False)
 
-    def enter(
+    def run_to_first_layer(
         self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
     ) -> tuple[Tensor, list[LayerArguments]]:
         """Return the residual stream before the first layer, ``[B, T, E]``, and the arguments that
@@ -237,7 +239,7 @@ class ModelWithStandIns:
         entered: list[Tensor] = []
         recorded: list[LayerArguments] = []
 
-        def visit(index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
+        def layer_function(index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
             entered.append(hidden)
             recorded.append(arguments)
             # the model took the first sequence for the whole batch
@@ -246,10 +248,10 @@ class ModelWithStandIns:
                 raise StopForward
             return entered[0] if self.returns_tuples else hidden
 
-        self.run(visit, tensors, **inputs)
+        self.run_model(layer_function, tensors, **inputs)
         return entered[0], recorded
 
-    def logits(
+    def compute_logits(
         self,
         hidden: Tensor,
         tensors: Mapping[str, Tensor] | None = None,
@@ -259,20 +261,20 @@ class ModelWithStandIns:
         layer. Only the shape of ``inputs`` matters.
         """
 
-        def visit(index: int, entering: Tensor, arguments: LayerArguments) -> Tensor:
+        def layer_function(index: int, entering: Tensor, arguments: LayerArguments) -> Tensor:
             return hidden if index == len(self.layers) - 1 else entering
 
-        logits: Tensor = self.run(visit, tensors, **inputs).logits
+        logits: Tensor = self.run_model(layer_function, tensors, **inputs).logits
         if logits.dim() == hidden.dim():
             return logits
         # the model took the first row of a stand-in's tensor for the whole output
         self.returns_tuples = True
-        return self.logits(hidden, tensors, **inputs)
+        return self.compute_logits(hidden, tensors, **inputs)
 
 
 class _LayerStandIn(nn.Module):
     """A module in place of a decoder layer: has the layer's attributes, but its forward calls the
-    model's ``visit`` function instead of the layer.
+    model's ``layer_function`` instead of the layer.
     """
 
     def __init__(self, index: int, layer: nn.Module, frame: ModelWithStandIns) -> None:
@@ -289,9 +291,9 @@ class _LayerStandIn(nn.Module):
             return getattr(super().__getattribute__("_layer_and_frame")[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        """Return what the model's ``visit`` function returns for this layer's inputs."""
+        """Return what the model's ``layer_function`` returns for this layer's inputs."""
         frame = self._layer_and_frame[1]
-        hidden = frame.visit(self.index, hidden_states, LayerArguments(args, kwargs))
+        hidden = frame.layer_function(self.index, hidden_states, LayerArguments(args, kwargs))
         return (hidden,) if frame.returns_tuples else hidden
 
 
@@ -319,26 +321,26 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 def measure_cache_bytes_per_token(
     layers: Sequence[nn.Module],
-    enter: Callable[[int], tuple[Tensor, Sequence[LayerArguments]]],
+    run_to_first_layer: Callable[[int], tuple[Tensor, Sequence[LayerArguments]]],
 ) -> int:
     """Return by how many bytes per token the generation cache grows, summed over all layers.
 
-    ``enter(tokens)`` returns the result of ``ModelWithStandIns.enter(..., use_cache=True)`` for one
-    sequence; its arguments include the cache object that the stock model creates for generation.
-    The model may be on the meta device.
+    ``run_to_first_layer(tokens)`` returns the result of ``ModelWithStandIns.run_to_first_layer(...,
+    use_cache=True)`` for one sequence; its arguments include the cache object that the stock model
+    creates for generation. The model may be on the meta device.
     """
 
-    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+    def stop_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         raise StopForward
 
     sizes = []
     for tokens in (2, 4):
-        hidden, arguments = enter(tokens)
+        hidden, arguments = run_to_first_layer(tokens)
         caches: set[Cache] = set()
         for layer, call in zip(layers, arguments, strict=True):
             attention = layer.get_submodule(find_attention_name(layer))
             # the cache is filled before the attention returns: the rest of the layer is not needed
-            with suppress(StopForward), attention.register_forward_hook(stop):
+            with suppress(StopForward), attention.register_forward_hook(stop_forward):
                 layer(hidden, *call.args, **call.kwargs)
             # all layers are given the same object
             values = (*call.args, *call.kwargs.values())

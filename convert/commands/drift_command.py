@@ -89,7 +89,7 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         return format_labeled_rows(
             rows, ["kvfold", "drift", request.model, request.out, "--layers"]
         )
-    figures = format_table(report.table_rows())
+    figures = format_table(report.format_rows())
     return "\n".join(
         [
             format_labeled_rows(rows),

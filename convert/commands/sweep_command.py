@@ -88,13 +88,15 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         )
     print_result(json_file, result.to_dict, summary)
     if request.out is not None:
-        if result.smallest is None:
+        if result.smallest_within_limit is None:
             raise InputError(
                 f"{request.out}: nothing was written; {result.verdict}. Accept more with --within,"
                 " try larger --targets, or --refine auto",
                 field="within",
             )
-        converted = convert_checkpoint(replace(result.smallest.request, quiet=request.quiet))
+        converted = convert_checkpoint(
+            replace(result.smallest_within_limit.request, quiet=request.quiet)
+        )
         click.echo(f"\n{converted.summary()}", err=json_file == STDOUT)
 
 
@@ -104,10 +106,10 @@ def summarize_sweep(sweep: "Sweep") -> str:
     """
     elements = f"{sweep.cache_elements} cache elements per token per layer"
     heading = [("source", f"{sweep.model}: {sweep.kind}, {elements}"), ("text", sweep.text)]
-    row = sweep.smallest
+    row = sweep.smallest_within_limit
     if row is None:
         # Polishing brings the nearest one nearer.
-        nearest = sweep.nearest
+        nearest = sweep.least_loss_row
         command = replace(nearest, request=replace(nearest.request, refine=0)).command
         command += ["--effort", "thorough"]
     else:

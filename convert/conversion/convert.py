@@ -39,7 +39,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
     >>> options = {"to": "mqa", "method": "mean", "quiet": True}
     >>> convert_checkpoint(ConvertRequest(demo_folder(), folder / "mqa", **options)).attention
-    Change(before='MHA', after='MQA')
+    BeforeAndAfter(before='MHA', after='MQA')
     """
     started = time.monotonic()
     if not processes.is_rank0():
@@ -115,7 +115,7 @@ def _convert_layers(
 
         # Each process converts the layers that it writes.
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
-        computed = enumerate(plan.output.computed)
+        computed = enumerate(plan.output.computed_names)
         indices = [index for index, names in computed if not own.isdisjoint(names)]
         for index in stages.iterate_over("convert", indices, len(indices), "layer"):
             weights = fit_layer(plan, index).weights
@@ -127,12 +127,12 @@ def _convert_layers(
     if finished == plan.geometry.layers:
         return  # only polishing and measuring are left
     walk = open_walk(plan, calibration, plan.request.refine, finished)
-    for step in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
-        if step.index < finished:
-            step.advance(journal.read_layer(step.index))
+    for walk_layer in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
+        if walk_layer.index < finished:
+            walk_layer.advance_student(journal.read_layer(walk_layer.index))
         else:
-            tensors, notes = convert_layer(plan, step, plan.request.refine)
-            step.advance(tensors)
+            tensors, notes = convert_layer(plan, walk_layer, plan.request.refine)
+            walk_layer.advance_student(tensors)
             writer.write(tensors)
             writer.sync()
             journal.add_layer(notes)

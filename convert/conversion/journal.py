@@ -63,14 +63,14 @@ class Journal:
     @property
     def written_tensors(self) -> list[str]:
         """The names of the output tensors of all finished layers."""
-        computed = self._plan.output.computed
+        computed = self._plan.output.computed_names
         return [name for names in computed[: self.finished_count] for name in names]
 
     def read_layer(self, layer: int) -> dict[str, "Tensor"]:
         """Read the output tensors of the finished ``layer`` from the weight files, by name."""
         from safetensors import safe_open
 
-        names = set(self._plan.output.computed[layer])
+        names = set(self._plan.output.computed_names[layer])
         tensors: dict[str, Tensor] = {}
         for shard in self._plan.shards:
             present = [tensor.name for tensor in shard.tensors if tensor.name in names]

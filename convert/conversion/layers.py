@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvfold.convert.conversion.calibration import Calibration
     from kvfold.convert.training.refine import RefineSettings
     from kvfold.convert.walk.output_fit import AttentionUpdate
-    from kvfold.convert.walk.walk import Step, Student, Walk
+    from kvfold.convert.walk.walk import Student, Walk, WalkLayer
 
 
 def open_walk(
@@ -55,7 +55,7 @@ def open_walk(
     teacher = Teacher(
         calibration.source,
         tokens.held_out,
-        processes.shard(tokens.calibration) if fits else None,
+        processes.select_process_share(tokens.calibration) if fits else None,
         plan.model,
         statistics_from if reads_text else plan.geometry.layers,
     )
@@ -72,10 +72,13 @@ def build_student(plan: Plan, calibration: "Calibration") -> "Student":
 
 
 def convert_layer(
-    plan: Plan, step: "Step", refine: int | str, shared: dict[bool, PairLosses] | None = None
+    plan: Plan,
+    walk_layer: "WalkLayer",
+    refine: int | str,
+    shared: dict[bool, PairLosses] | None = None,
 ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the output tensors of the converted layer at ``step``, by their names in the output
-    files, and the layer's notes for ``kvfold.json``.
+    """Return the output tensors of the converted layer at ``walk_layer``, by their names in the
+    output files, and the layer's notes for ``kvfold.json``.
 
     The method fits the layer, a regression adjusts the output projection to the student's inputs,
     and ``refine`` steps of training follow. `fit_layer` explains ``shared``.
@@ -83,16 +86,18 @@ def convert_layer(
     from kvfold.convert.walk.output_fit import refit_output_projection
 
     # Statistics are sums over all processes; one fit for all of them keeps their students equal.
-    layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
+    layer = processes.broadcast_from_rank0(
+        lambda: fit_layer(plan, walk_layer.index, walk_layer, shared)
+    )
     weights = layer.weights
     if plan.method.reads_text:
-        weights = refit_output_projection(step, weights, make_attention_update(plan))
-    tensors = plan.output.encode_layer(step.index, weights)
+        weights = refit_output_projection(walk_layer, weights, make_attention_update(plan))
+    tensors = plan.output.encode_layer(walk_layer.index, weights)
     if not refine:
         return tensors, dict(layer.notes)
     from kvfold.convert.training.refine import refine_layer
 
-    refined = refine_layer(step, tensors, make_refinement(plan, refine))
+    refined = refine_layer(walk_layer, tensors, make_refinement(plan, refine))
     refinement = {
         "before": refined.errors[0],
         "after": min(refined.errors),
@@ -105,14 +110,14 @@ def convert_layer(
 def fit_layer(
     plan: Plan,
     index: int,
-    step: "Step | None" = None,
+    walk_layer: "WalkLayer | None" = None,
     shared: dict[bool, PairLosses] | None = None,
 ) -> ConvertedLayer:
     """Return the attention weights of layer ``index``, converted by the method of ``plan`` but not
     trained yet.
 
-    ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
-    numbers of heads. Raises InputError for weights that are not finite.
+    ``walk_layer`` is None without text. ``shared`` caches results for folds of the same layer to
+    other numbers of heads. Raises InputError for weights that are not finite.
     """
     request = plan.request
     model = plan.model
@@ -139,24 +144,26 @@ def fit_layer(
         rank = compute_query_rank(model, spec)
         norms = model.names_by_role.get(("attention_norm", index))
         weights = read_source_layer(plan, index)
-        inputs = None if step is None else step.inputs
+        inputs = None if walk_layer is None else walk_layer.inputs
         layer = LatentLayer(
             index=index,
             weights=weights,
-            channels=spec.channels,
+            channels=spec.data_channels,
             slots=plan.slots[index],
             rotary=make_layer_rotary(model, index, "short"),
             context=positions,
             scale=model.layers[index].scale,
-            query_channels=None if rank is None else rank - spec.constant,
+            query_channels=None if rank is None else rank - spec.has_constant_channel,
             centered=spec.layout != "engine",
             keeps_norms=spec.layout == "kvfold",
             gain=plan.checkpoint.read_tensor(norms[0]) if norms else None,
             inputs=torch.empty(0, weights.model_dim) if inputs is None else inputs,
         )
-    if step is not None:
-        layer = replace(layer, error=step.error, statistics=step.statistics)
-    return plan.method.fit(layer)
+    if walk_layer is not None:
+        layer = replace(
+            layer, measure_error=walk_layer.measure_error, statistics=walk_layer.statistics
+        )
+    return plan.method.convert_layer(layer)
 
 
 def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:
@@ -211,7 +218,9 @@ def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
         return RefineSettings(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
     # weights.
-    return RefineSettings(steps, plan.request.seed, update, constant=plan.latent.constant)
+    return RefineSettings(
+        steps, plan.request.seed, update, constant=plan.latent.has_constant_channel
+    )
 
 
 def make_attention_update(plan: Plan) -> "AttentionUpdate":

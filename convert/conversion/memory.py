@@ -75,7 +75,7 @@ def estimate_needs(plan: Plan) -> ResourceNeeds:
     shape = plan.geometry
     width = shape.model_dim
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    names = {name for layer in plan.output.computed for name in layer}
+    names = {name for layer in plan.output.computed_names for name in layer}
     trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
     source = plan.checkpoint.folder
     extra = sum((source / name).stat().st_size for name in list_extra_files(source))

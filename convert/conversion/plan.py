@@ -212,7 +212,7 @@ def _build_plan(
         latent=latent,
         reads=tuple(reads),
         shards=shards,
-        own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
+        own_shards=tuple(shards[number] for number in processes.get_process_range(len(shards))),
         source_kind=format_attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=count_cache_elements(model.geometry),
         result=result,

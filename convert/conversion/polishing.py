@@ -42,7 +42,9 @@ def polish_checkpoint(
         constant = has_constant_channel(written)
         student = build_student(plan, calibration)
         tensors = {
-            name: written.read_tensor(name) for names in plan.output.computed for name in names
+            name: written.read_tensor(name)
+            for names in plan.output.computed_names
+            for name in names
         }
         student.set_layer_tensors(tensors)
         task = PolishTask(
@@ -57,7 +59,7 @@ def polish_checkpoint(
             steps,
             constant=constant,
         )
-        batches = task.text.batches(steps, request.seed)
+        batches = task.text.draw_batches(steps, request.seed)
         with stages("polish", steps, "step") as advance:
             done = 0
             for result in train(task, batches, POLISH_ROUND, folder / POLISH_STATE):

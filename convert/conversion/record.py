@@ -67,7 +67,7 @@ def _map_origins(plan: Plan) -> dict[str, dict[str, Any]]:
                 "from": list(tensor.sources),
             }
     # A computed tensor is from all that the transform of its layer reads.
-    for computed, read in zip(plan.output.computed, plan.reads, strict=True):
+    for computed, read in zip(plan.output.computed_names, plan.reads, strict=True):
         origins |= {
             name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed
         }

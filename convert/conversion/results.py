@@ -33,7 +33,7 @@ _COLUMNS = 100
 _LABEL = 9
 
 
-class Change(NamedTuple):
+class BeforeAndAfter(NamedTuple):
     """A figure or name before and after the conversion: of the source model and of the converted
     model.
     """
@@ -60,14 +60,14 @@ class Conversion:
     drift: "DriftReport | None" = None
 
     @property
-    def attention(self) -> Change:
+    def attention(self) -> BeforeAndAfter:
         """The kinds of attention before and after the conversion, such as MHA and GQA-4."""
-        return Change(self.plan.source_kind, self.plan.output.kind)
+        return BeforeAndAfter(self.plan.source_kind, self.plan.output.kind)
 
     @property
-    def cache_elements(self) -> Change:
+    def cache_elements(self) -> BeforeAndAfter:
         """The KV-cache elements per token per layer before and after the conversion."""
-        return Change(self.plan.cache_elements, self.plan.result.count_cache_elements())
+        return BeforeAndAfter(self.plan.cache_elements, self.plan.result.count_cache_elements())
 
     @property
     def verdict(self) -> str | None:
@@ -181,7 +181,7 @@ def summarize_plan(plan: Plan) -> str:
     request = plan.request
     needs = estimate_needs(plan)
     per_process = " per process" if processes.world_size() > 1 else ""
-    computed = sum(map(len, plan.output.computed))
+    computed = sum(map(len, plan.output.computed_names))
     copied = len(plan.output.tensors) - computed
     rows = [
         ("plan", describe_conversion(plan)),

@@ -44,7 +44,7 @@ _TRIAL_CALIBRATION = 8192
 
 
 @dataclass(frozen=True)
-class Survey:
+class SourceSurvey:
     """Statistics of the source's layers by which an MLA conversion chooses its rotary pairs and
     compares splits of the cache.
 
@@ -58,7 +58,7 @@ class Survey:
 
 
 @dataclass
-class Trial:
+class SplitTrial:
     """One split of the MLA cache into latent channels and rotary dims that was tried, with its
     measured KL divergence.
 
@@ -109,14 +109,16 @@ def choose_rotary_slots_and_cache_split(
 
 def survey_layers(
     plan: Plan, calibration: Calibration, stages: ProgressStages, trials: bool
-) -> Survey:
+) -> SourceSurvey:
     """Run some calibration tokens through every layer of the source, and return how much attention
     depends on each rotary pair of its keys. Statistics of layers are kept only if ``trials`` of
     splits follow.
     """
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.calibration_length))
-    states = embed_tokens(source, processes.shard(calibration.tokens.calibration[:count]))
+    states = embed_tokens(
+        source, processes.select_process_share(calibration.tokens.calibration[:count])
+    )
     surveys = []
     probes = {}
     number = min(source.layers, _TRIAL_LAYERS)
@@ -132,7 +134,7 @@ def survey_layers(
         if trials and index in probed:
             probes[index] = statistics, inputs
     # Equal on all processes, to the last bit.
-    return Survey(processes.broadcast_from_rank0(lambda: surveys), probes)
+    return SourceSurvey(processes.broadcast_from_rank0(lambda: surveys), probes)
 
 
 def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
@@ -151,7 +153,7 @@ def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Rota
         return [rope_slots.NO_SLOTS] * len(thetas)
     # Layers that do not rotate have the slots of the first layer that does.
     frequencies = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]
-    rope_dim = spec.used_rope_dim(plan.geometry.rotary_dims)
+    rope_dim = spec.count_used_rope_dims(plan.geometry.rotary_dims)
     slots = {}
     for alike in dict.fromkeys(frequencies):
         layers = [layer for layer, other in enumerate(frequencies) if other == alike]
@@ -170,7 +172,7 @@ def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Rota
 
 
 def choose_cache_split(
-    plan: Plan, calibration: Calibration, survey: Survey, stages: ProgressStages
+    plan: Plan, calibration: Calibration, survey: SourceSurvey, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
     into latent channels and rotary dims. Also returns all splits tried, as JSON values.
@@ -185,10 +187,10 @@ def choose_cache_split(
     trials = []
     for split in stages.iterate_over("splits", plans, len(plans), "split"):
         split = split.with_rotary_slots(choose_rotary_slots(split, survey.layers))
-        trials.append(Trial(split, measure_kl_of_split(split, calibration, survey)))
+        trials.append(SplitTrial(split, measure_kl_of_split(split, calibration, survey)))
     if request.refine:
         # Refined are the best few, and the splits that more engines serve than the best.
-        ranked = sorted(trials, key=Trial.sort_key)
+        ranked = sorted(trials, key=SplitTrial.sort_key)
         served = ranked[0].count_engines()
         more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
         finalists = [*ranked[:_FINALISTS], *more]
@@ -197,7 +199,7 @@ def choose_cache_split(
     return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
 
 
-def choose_best_trial(trials: Sequence[Trial]) -> Trial:
+def choose_best_trial(trials: Sequence[SplitTrial]) -> SplitTrial:
     """Return the trial with the lowest KL divergence, or one that more engines can serve if its KL
     is at most 5 % higher.
 
@@ -209,7 +211,7 @@ def choose_best_trial(trials: Sequence[Trial]) -> Trial:
 
 
 def measure_kl_of_split(
-    plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0
+    plan: Plan, calibration: Calibration, survey: SourceSurvey, refine: int = 0
 ) -> float:
     """Convert a few layers by ``plan``, train them for ``refine`` steps, and return the KL
     divergence from the source on held-out text, in nats per token.
@@ -222,11 +224,11 @@ def measure_kl_of_split(
         held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
     )
     walk = open_walk(plan, replace(calibration, tokens=tokens), refine, plan.geometry.layers)
-    for step in walk:
-        if step.index in survey.statistics:
-            step.statistics, step.inputs = survey.statistics[step.index]
-            tensors, _ = convert_layer(plan, step, refine)
-            step.advance(tensors)
+    for walk_layer in walk:
+        if walk_layer.index in survey.statistics:
+            walk_layer.statistics, walk_layer.inputs = survey.statistics[walk_layer.index]
+            tensors, _ = convert_layer(plan, walk_layer, refine)
+            walk_layer.advance_student(tensors)
         else:
-            step.advance_student_unchanged()
+            walk_layer.advance_student_unchanged()
     return processes.broadcast_from_rank0(lambda: walk.measure_drift().kl)

@@ -39,29 +39,29 @@ def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWei
     attention = model.family.attention
     module = attention.format_module_name(layer)
 
-    def load(name: str) -> Tensor:
+    def load_attention_tensor(name: str) -> Tensor:
         """The attention module's tensor ``name``, ``[outputs, inputs]`` if it is a weight."""
         return _transpose_conv1d(attention, read(f"{module}.{name}"))
 
-    output = load(f"{attention.o}.weight")
+    output = load_attention_tensor(f"{attention.o}.weight")
     tensors: dict[str, Any] = {"o": output.reshape(size.model_dim, size.heads, size.head_dim)}
     for kind, suffix in _SUFFIXES.items():
         if kind == "bias" and "q" not in model.biased:
             continue
-        stored = [load(f"{name}.{kind}") for name in attention.qkv]
+        stored = [load_attention_tensor(f"{name}.{kind}") for name in attention.qkv]
         rows = [torch.unflatten(tensor, 0, (-1, size.head_dim)) for tensor in stored]
         if len(rows) == 1:
             rows = _split_fused_heads(attention, rows[0], size.kv_heads)
         for role, heads in zip("qkv", rows, strict=True):
             tensors[f"{role}{suffix}"] = heads
     if "o" in model.biased:
-        tensors["o_bias"] = load(f"{attention.o}.bias")
+        tensors["o_bias"] = load_attention_tensor(f"{attention.o}.bias")
     if attention.sinks is not None:
-        tensors["sinks"] = load(attention.sinks)
+        tensors["sinks"] = load_attention_tensor(attention.sinks)
     if model.qk_norm is not None:
         for role, count in (("q", size.heads), ("k", size.kv_heads)):
             tensors[f"{role}_norm"] = _read_head_norm(
-                model.qk_norm, role, (count, size.head_dim), load
+                model.qk_norm, role, (count, size.head_dim), load_attention_tensor
             )
     return _reorder_rotary_dims(model, AttentionWeights(**tensors), (-1, 2))
 
@@ -190,7 +190,7 @@ def _reorder_rotary_dims(
     index = torch.arange(model.geometry.head_dim)
     index[:dims] = index[:dims].view(pairs).T.flatten()
 
-    def reorder(rows: Tensor) -> Tensor:
+    def reorder_rows(rows: Tensor) -> Tensor:
         # Tensors that are not written may be on the meta device.
         return rows[:, index.to(rows.device)]
 
@@ -198,7 +198,7 @@ def _reorder_rotary_dims(
     for name in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
         value = getattr(weights, name)
         if isinstance(value, HeadNorm):
-            changes[name] = value.map(reorder)
+            changes[name] = value.map_tensors(reorder_rows)
         elif value is not None:
-            changes[name] = reorder(value)
+            changes[name] = reorder_rows(value)
     return replace(weights, **changes)

@@ -72,7 +72,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         about: dict[str, dict[str, Any]] = {
             "source": {"name": source.origin, "sha256": source.compute_model_digest()},
             "converted": {"name": student.origin, "sha256": student.compute_model_digest()},
-            "text": {"name": text.name, "sha256": text.digest(), "seed": request.seed},
+            "text": {"name": text.name, "sha256": text.compute_digest(), "seed": request.seed},
         }
         return replace(report, about=about)
 

@@ -212,10 +212,10 @@ def draw_needle_questions(
     Raises InputError if the tokenizer splits common words.
     """
 
-    def encode(text: str) -> list[int]:
+    def encode_text(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    words = [word for word in _TEXTS["words"].split() if len(encode(f" {word}")) == 1]
+    words = [word for word in _TEXTS["words"].split() if len(encode_text(f" {word}")) == 1]
     if len(words) < CHOICES:
         raise InputError(
             f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer"
@@ -228,14 +228,14 @@ def draw_needle_questions(
         name = random.choice(_TEXTS["names"])
         choices = random.sample(words, CHOICES)
         word = choices.pop(random.randrange(CHOICES))
-        needle = encode(_TEXTS["needle"].format(name=name, word=word))
-        ending = encode(_TEXTS["question"].format(name=name))
+        needle = encode_text(_TEXTS["needle"].format(name=name, word=word))
+        ending = encode_text(_TEXTS["question"].format(name=name))
         room = length - len(prefix) - len(needle) - len(ending)
         start = random.randrange(max(1, len(filler) - room))
         text = filler[torch.arange(start, start + room) % len(filler)].tolist()
         depth = round((index + 0.5) / count * room)
         tokens = [*prefix, *text[:depth], *needle, *text[depth:], *ending]
-        answers = [encode(f" {choice}")[0] for choice in (word, *choices)]
+        answers = [encode_text(f" {choice}")[0] for choice in (word, *choices)]
         questions.append((torch.tensor(tokens), answers))
     return questions
 

@@ -88,6 +88,6 @@ def write_drift_report(
         saving = format_cache_saving(drift.source_cache_bytes, drift.student_cache_bytes)
         title += f": {saving} cache, {format_verdict(drift)}"
         lead = [format_metrics(drift)]
-        tables = [drift.table_rows(), make_position_rows(drift)]
+        tables = [drift.format_rows(), make_position_rows(drift)]
         plots = plot_drift(drift)
     write_report(folder, command, title, lead, tables, plots, summary.splitlines(), quiet)

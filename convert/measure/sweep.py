@@ -41,7 +41,7 @@ from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import format_text_name, get_package_versions
-from kvfold.convert.conversion.splits import Survey, choose_cache_split, survey_layers
+from kvfold.convert.conversion.splits import SourceSurvey, choose_cache_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import make_model
 from kvfold.convert.formatting import format_duration
@@ -54,7 +54,7 @@ from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import PairLosses
-from kvfold.convert.walk.walk import Step, Teacher, Walk
+from kvfold.convert.walk.walk import Teacher, Walk, WalkLayer
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
 _OWN_OPTIONS = ("targets", "layout", "out", "within", "quiet")
@@ -115,7 +115,7 @@ class Sweep:
     seconds: float
 
     @property
-    def smallest(self) -> SweepRow | None:
+    def smallest_within_limit(self) -> SweepRow | None:
         """The target with the smallest cache whose rise in perplexity is at most ``within``, or
         None.
 
@@ -126,7 +126,7 @@ class Sweep:
         return min(inside, key=lambda row: (row.cache_elements, row.measured.excess), default=None)
 
     @property
-    def nearest(self) -> SweepRow:
+    def least_loss_row(self) -> SweepRow:
         """The target with the least excess loss, whether or not it is within the limit."""
         finite = [row for row in self.rows if math.isfinite(row.measured.excess)]
         return min(finite or self.rows, key=lambda row: row.measured.excess)
@@ -137,9 +137,9 @@ class Sweep:
         least loss.
         """
         limit = f"within {100 * self.within:g} % perplexity"
-        row = self.smallest
+        row = self.smallest_within_limit
         if row is None:
-            return f"none {limit}; nearest: {self.nearest.kind}"
+            return f"none {limit}; nearest: {self.least_loss_row.kind}"
         highest = row.measured.excess + (row.measured.excess_margin or 0.0)
         doubt = ", uncertain" if highest > math.log1p(self.within) else ""
         return f"{limit}: {row.kind}{doubt}"
@@ -177,7 +177,7 @@ class Sweep:
             **vars(self),
             "perplexity": compute_perplexity(self.rows[0].measured.teacher_loss),
             "rows": targets,
-            "smallest": self.smallest and self.smallest.target,
+            "smallest": self.smallest_within_limit and self.smallest_within_limit.target,
             "versions": get_package_versions(),
         }
 
@@ -186,8 +186,8 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     """Fit and measure ``targets`` of ``model`` without writing a checkpoint::
 
         found = sweep_checkpoint(SweepRequest("MODEL", "gqa:4,2 mqa mla:576,512+64", within=0.02))
-        if found.smallest is not None:  # within 2 % of the source's perplexity
-            convert_checkpoint(found.smallest.request)
+        if found.smallest_within_limit is not None:  # within 2 % of the source's perplexity
+            convert_checkpoint(found.smallest_within_limit.request)
 
     The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a
     budget ``mla:N`` is chosen by trials in a few layers. The other options are the same as in
@@ -267,7 +267,7 @@ def _fit_and_measure_targets(
     MLA or none is.
     """
     first = next(iter(plans.values()))
-    survey = Survey([], {})
+    survey = SourceSurvey([], {})
     if first.latent is not None:
         trials = any(plan.request.budget is not None for plan in plans.values())
         survey = survey_layers(first, calibration, stages, trials)
@@ -284,16 +284,16 @@ def _fit_and_measure_targets(
         walk = Walk(teacher, build_student(plan, calibration))
         students.append(_TargetStudent(target, plan, walk))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
-        for lesson in teacher.layers():
+        for lesson in teacher.run_layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
             # heads that stay.
             shared: dict[bool, PairLosses] = {}
             for student in students:
                 started = time.monotonic()
-                step = Step(lesson, student.walk)
+                walk_layer = WalkLayer(lesson, student.walk)
                 plan = student.plan
-                tensors, _ = convert_layer(plan, step, plan.request.refine, shared)
-                step.advance(tensors)
+                tensors, _ = convert_layer(plan, walk_layer, plan.request.refine, shared)
+                walk_layer.advance_student(tensors)
                 student.seconds += time.monotonic() - started
                 advance(1)
     for student in students:

@@ -51,7 +51,7 @@ class PrincipalFold(Method):
         " absorb the change"
     )
 
-    def fit(self, layer: FoldLayer) -> ConvertedLayer:
+    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with folded key/value heads, and the chosen groups of heads as notes."""
         from kvfold.convert.transforms.sinks import weight_tokens_by_attention
 
@@ -94,7 +94,7 @@ def fold_with_best_groups(
     folds = []
     for groups in partitions:
         weights = fold_heads(pairs.layer, groups, layer.objective)
-        folds.append((layer.error(weights), groups, weights))
+        folds.append((layer.measure_error(weights), groups, weights))
     error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:
         return error, groups, weights
@@ -102,7 +102,7 @@ def fold_with_best_groups(
     averaged = replace(statistics, normed=None)
     moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
     other = fold_heads(moments, groups, layer.objective)
-    other_error = layer.error(other)
+    other_error = layer.measure_error(other)
     if other_error < error:
         return other_error, groups, other
     return error, groups, weights

@@ -29,7 +29,7 @@ class PrincipalLatent(Method):
         " absorb the change"
     )
 
-    def fit(self, layer: LatentLayer) -> ConvertedLayer:
+    def convert_layer(self, layer: LatentLayer) -> ConvertedLayer:
         """Return the layer converted to latent attention by the fit with the least
         held-out error.
         """
@@ -50,7 +50,7 @@ class PrincipalLatent(Method):
                     fit_latent(layer, weighted, layer.channels - 1), statistics
                 )
                 fits.append(adapt_to_norm(latent, layer.inputs))
-        return ConvertedLayer(min(fits, key=layer.error))
+        return ConvertedLayer(min(fits, key=layer.measure_error))
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":

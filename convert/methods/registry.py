@@ -50,8 +50,8 @@ class ConvertedLayer:
 def _refuse_error_without_text(weights: Any) -> float:
     """Raise ValueError: a method that reads no text cannot measure an error."""
     raise ValueError(
-        "layer.error needs calibration text, which the method does not read; set reads_text ="
-        " True in its class"
+        "layer.measure_error needs calibration text, which the method does not read; set"
+        " reads_text = True in its class"
     )
 
 
@@ -65,7 +65,8 @@ class SourceLayer:
     rotary: its rotary frequencies.
     context: the number of positions that the converted layer must support.
     statistics: of its inputs on calibration text; None for a method that does not read text.
-    error: returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for candidate
+    measure_error: returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for
+    candidate
         weights; raises ValueError if the method does not read text.
     """
 
@@ -74,7 +75,7 @@ class SourceLayer:
     rotary: "Rotary"
     context: int
     statistics: "LayerStatistics | None" = None
-    error: Callable[[Any], float] = _refuse_error_without_text
+    measure_error: Callable[[Any], float] = _refuse_error_without_text
 
     def require_statistics(self) -> "LayerStatistics":
         """Return the calibration statistics. Raises ValueError if the method does not read text."""
@@ -153,7 +154,7 @@ class Method:
     needs_linear_keys = False
     takes_objective = False
 
-    def fit(self, layer: Any) -> ConvertedLayer:
+    def convert_layer(self, layer: Any) -> ConvertedLayer:
         """Convert ``layer``, a `LatentLayer` for target mla and a `FoldLayer` otherwise.
 
         Implemented in ``fold.py``, ``mla.py`` and ``baselines.py``.
@@ -162,7 +163,7 @@ class Method:
 
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])
-Factory = TypeVar("Factory", bound="Callable[[], Objective]")
+ObjectiveFactory = TypeVar("ObjectiveFactory", bound="Callable[[], Objective]")
 # Methods by target and name.
 _methods: dict[tuple[str, str], Method] = {}
 _objectives: dict[str, "Callable[[], Objective]"] = {}
@@ -175,12 +176,12 @@ def register_method(kind: MethodClass) -> MethodClass:
     return kind
 
 
-def register_objective(name: str) -> Callable[[Factory], Factory]:
+def register_objective(name: str) -> Callable[[ObjectiveFactory], ObjectiveFactory]:
     """Decorator: register an objective's class, or a function that returns an objective, as
     ``--objective NAME``.
     """
 
-    def register_factory(factory: Factory) -> Factory:
+    def register_factory(factory: ObjectiveFactory) -> ObjectiveFactory:
         """Store ``factory`` under the objective's name."""
         _objectives[name] = factory
         return factory

@@ -126,7 +126,7 @@ class CheckpointStream:
         with errors_as_input_errors():
             # Idefics3 would move embeddings of its own to its first parameter's device: meta.
             embedded = functional_call(self._embed_tokens, {"weight": table}, local)
-            return self._frame.enter(around, inputs_embeds=embedded)[0]
+            return self._frame.run_to_first_layer(around, inputs_embeds=embedded)[0]
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
@@ -168,7 +168,7 @@ class CheckpointStream:
             tensors.clear()
             self.release()
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[B, T, V]`` for the residual stream ``hidden [B, T, E]`` after the
         last layer.
 
@@ -177,7 +177,7 @@ class CheckpointStream:
         ends = self._load_parameters([*self._around, *self._head])
         with errors_as_input_errors():
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device)
-            return self._frame.logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
+            return self._frame.compute_logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
 
     @torch.no_grad()
     def _embed_zeros(self, tokens: int, **options: Any) -> tuple[Tensor, list[LayerArguments]]:
@@ -195,7 +195,7 @@ class CheckpointStream:
         }
         blank = torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
         with errors_as_input_errors():
-            return self._frame.enter(zeros, inputs_embeds=blank, **options)
+            return self._frame.run_to_first_layer(zeros, inputs_embeds=blank, **options)
 
     def _load_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parameters ``names`` of the model, by name. A tied parameter is loaded from
@@ -259,7 +259,7 @@ class CheckpointStream:
             for name in source.names
         ]
 
-    def cache_bytes_per_token(self) -> int:
+    def measure_cache_bytes_per_token(self) -> int:
         """Return the bytes per token that transformers' own KV cache takes over all layers, with
         the model in its stored dtype.
 

@@ -154,7 +154,7 @@ def describe_mla_model(model: Model, spec: MlaSpec) -> ServedModel:
     sizes ``spec``.
     """
     size = model.geometry
-    nope, value = spec.head_dims(size.head_dim)
+    nope, value = spec.choose_head_dims(size.head_dim)
     return ServedModel(
         "own" if spec.layout == "kvfold" else spec.layout,
         size.layers,

@@ -37,7 +37,7 @@ class OutputCheckpoint:
     code: str | None = None
 
     @cached_property
-    def computed(self) -> list[list[str]]:
+    def computed_names(self) -> list[list[str]]:
         """For each layer, the names of the tensors that the transform computes; all others are
         copied from the source.
         """

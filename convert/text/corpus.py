@@ -60,7 +60,7 @@ class Corpus:
     tokenizer: Any
     seed: int
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """The SHA-256 of the text, or of the name of a dataset."""
         if isinstance(self.source, Path):
             return hash_file(self.source)

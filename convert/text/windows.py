@@ -105,7 +105,7 @@ def load_calibration(
             )
             long += runs
             name = corpus.name
-            digests.append(corpus.digest())
+            digests.append(corpus.compute_digest())
         names.append(name if weight == 1 else f"{name}:{weight:g}")
         drawn.append(torch.tensor_split(sequences, [wanted[0], wanted[0] + wanted[1]]))
     sets = drawn[0]

@@ -113,7 +113,7 @@ class TrainingTask(ABC):
         """
 
     @abstractmethod
-    def error(self) -> float:
+    def measure_error(self) -> float:
         """Return the error on the held-out sequences, equal on all processes."""
 
 
@@ -154,7 +154,7 @@ def train(
         optimizer.load_state_dict(state.pop("optimizer"))
         result = TrainingResult(**state)
     else:
-        result = TrainingResult(errors=[task.error()])
+        result = TrainingResult(errors=[task.measure_error()])
     yield result
     next_save = 0.0
     batches = islice(batches, result.steps, None)
@@ -173,7 +173,7 @@ def train(
         rate = task.learning_rate(result.steps, result.errors)
         if result.steps % every and rate > 0:
             continue
-        error = task.error()
+        error = task.measure_error()
         if error < min(result.errors):
             result.best_step = result.steps
             result.tensors = {

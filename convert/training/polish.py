@@ -79,18 +79,20 @@ class TrainingText:
         self._block: list[int] = []
         self._states: Tensor | None = None
 
-    def batches(self, steps: int, seed: int) -> Iterator[list[int]]:
+    def draw_batches(self, steps: int, seed: int) -> Iterator[list[int]]:
         """Yield the sequence indices of ``steps`` batches in random order; `read` then serves the
         block of batches to which the last one belongs.
         """
         count, length = self.tokens.shape
         batches = islice(draw_batches(count, choose_batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._block = sorted({index for batch in block for index in processes.shard(batch)})
+            self._block = sorted(
+                {index for batch in block for index in processes.select_process_share(batch)}
+            )
             self._states = None
             yield from block
 
-    def read(self, indices: list[int]) -> TeacherText:
+    def read_sequences(self, indices: list[int]) -> TeacherText:
         """Return the sequences ``indices``, which belong to the current block of batches, with the
         teacher's residual streams.
         """
@@ -166,8 +168,8 @@ class PolishTask(TrainingTask):
         """Add to the masters the gradients of the KL from the teacher on this process's share of
         ``batch``.
         """
-        if own := processes.shard(batch):
-            tokens, states = self.text.read(own)
+        if own := processes.select_process_share(batch):
+            tokens, states = self.text.read_sequences(own)
             self.load_master_weights()
             with self.stream.use_training_precision():
                 hidden = self.run_layers(tokens)
@@ -181,7 +183,7 @@ class PolishTask(TrainingTask):
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
-    def error(self) -> float:
+    def measure_error(self) -> float:
         """Return the mean KL from the teacher's next-token distributions on held-out text, in nats
         per token; leaves all figures in ``figures``.
         """
@@ -228,6 +230,8 @@ class PolishTask(TrainingTask):
             span = slice(start, start + size)
             with precision:
                 with torch.no_grad():
-                    expected = self.stream.logits(states[:, span].to(hidden.device, hidden.dtype))
-                logits = self.stream.logits(hidden[:, span])
+                    expected = self.stream.compute_logits(
+                        states[:, span].to(hidden.device, hidden.dtype)
+                    )
+                logits = self.stream.compute_logits(hidden[:, span])
             yield logits, expected, span

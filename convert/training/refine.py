@@ -31,7 +31,7 @@ from kvfold.convert import processes
 from kvfold.convert.training.budget import choose_refine_batch_size
 from kvfold.convert.training.loop import TrainingResult, TrainingTask, draw_batches, train
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, compute_token_weights
-from kvfold.convert.walk.walk import Step, Student
+from kvfold.convert.walk.walk import Student, WalkLayer
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that
 # ``auto`` spends on a layer, ten of these rounds.
@@ -83,30 +83,34 @@ class RefineSettings:
     constant: bool = False
 
 
-def refine_layer(step: Step, tensors: TensorMap, settings: RefineSettings) -> TrainingResult:
-    """Train the attention tensors among ``tensors`` of the layer of ``step``, so that it matches
-    the source's. Returns all ``tensors``, refined if that lowered the held-out error.
+def refine_layer(
+    walk_layer: WalkLayer, tensors: TensorMap, settings: RefineSettings
+) -> TrainingResult:
+    """Train the attention tensors among ``tensors`` of the layer of ``walk_layer``, so that it
+    matches the source's. Returns all ``tensors``, refined if that lowered the held-out error.
 
     The errors are ``||missing||^2 / ||added||^2`` on held-out sequences: the difference between the
     student's and the teacher's residuals after the attention, relative to the teacher's attention
     update, with each token weighted by the inverse of its residual size.
     """
-    teacher = step.teacher
-    with step.student.stream.use_training_precision():
+    teacher = walk_layer.teacher
+    with walk_layer.student.stream.use_training_precision():
         training = make_examples(
             settings.update,
             teacher.layer,
-            zip(teacher.calibration, teacher.attention, step.calibration, strict=True),
+            zip(teacher.calibration, teacher.attention, walk_layer.calibration, strict=True),
         )
     attention = [output.attention for output in teacher.outputs]
-    chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
+    chunks = zip(teacher.held_out, attention, walk_layer.held_out, strict=True)
     held_out = make_examples(settings.update, teacher.layer, chunks)
-    step.student.set_layer_tensors(tensors)
-    with step.student.stream.open_layer(step.index) as layer:
+    walk_layer.student.set_layer_tensors(tensors)
+    with walk_layer.student.stream.open_layer(walk_layer.index) as layer:
         for slower in _RETRY_LR:
-            task = RefineTask(step.student, layer, tensors, settings, training, held_out, slower)
+            task = RefineTask(
+                walk_layer.student, layer, tensors, settings, training, held_out, slower
+            )
             # Each layer has its own order of the sequences.
-            seed = settings.seed * 1_000_003 + step.index
+            seed = settings.seed * 1_000_003 + walk_layer.index
             size = choose_refine_batch_size(training.chunks[0].inputs.shape[1])
             *_, result = train(task, draw_batches(training.count, size, seed), REFINE_ROUND)
             if result.best_step:
@@ -169,7 +173,7 @@ class RefineTask(TrainingTask):
         ``batch``.
         """
         training = self._training
-        own = processes.shard_range(training.count)
+        own = processes.get_process_range(training.count)
         size = len(training.chunks[0].inputs)
         rows = [divmod(index - own.start, size) for index in batch if index in own]
         if rows:
@@ -186,7 +190,7 @@ class RefineTask(TrainingTask):
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def error(self) -> float:
+    def measure_error(self) -> float:
         """Return the squared error on held-out sequences, relative to the size of the teacher's
         attention update.
         """

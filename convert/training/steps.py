@@ -37,17 +37,17 @@ from kvfold.convert.targets.mla.spec import is_mla_config
 # The minimum size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
 _MIN_SIZE = 1e-6
 
-Named = Mapping[str, Tensor]
-Slices = Mapping[str, ConstantSlice]
-Channels = Mapping[str, tuple[Tensor, Tensor]]
+NamedTensors = Mapping[str, Tensor]
+ConstantSlices = Mapping[str, ConstantSlice]
+ChannelScales = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def scale_adam_steps(
     optimizer: torch.optim.Optimizer,
-    named: Named,
+    named: NamedTensors,
     sizes: Mapping[str, float],
-    slices: Slices,
-    channels: Channels,
+    slices: ConstantSlices,
+    channels: ChannelScales,
 ) -> None:
     """Make the steps of a new ``optimizer`` relative to its tensors: their sizes in ``sizes``
     multiply the learning rate, by names in ``named``.
@@ -118,7 +118,7 @@ def _select_local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
     return local.narrow(0, int(where[0]) if len(where) else 0, len(where))
 
 
-def measure_tensor_rms(named: Named, slices: Slices) -> dict[str, float]:
+def measure_tensor_rms(named: NamedTensors, slices: ConstantSlices) -> dict[str, float]:
     """Return the root mean square of every tensor by name, which scales its training steps; a bias
     gets that of its weight.
 
@@ -141,7 +141,9 @@ def _compute_mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
     return tensor.square().sum(axis) / (tensor != 0).sum(axis).clamp_min(1)
 
 
-def measure_channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
+def measure_channel_scales(
+    named: NamedTensors, slices: ConstantSlices
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the relative sizes of the rows ``[m, 1]`` and columns ``[n]`` of each matrix by name;
     its bias gets the row sizes ``[m]``.
 
@@ -169,7 +171,7 @@ def measure_channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tens
     return scales
 
 
-def freeze_constant_channel(named: Named) -> dict[str, ConstantSlice]:
+def freeze_constant_channel(named: NamedTensors) -> dict[str, ConstantSlice]:
     """Freeze the latents' norms among the parameters ``named``; return the slices of the latents'
     constant channel by tensor name.
     """
@@ -178,7 +180,7 @@ def freeze_constant_channel(named: Named) -> dict[str, ConstantSlice]:
     return find_constant_slices(named)
 
 
-def scale_gradients(named: Named, slices: Slices) -> None:
+def scale_gradients(named: NamedTensors, slices: ConstantSlices) -> None:
     """Multiply the gradients of the constant channel's ``slices`` by the factors of their steps, so
     that gradient clipping counts them correctly.
     """
@@ -204,7 +206,7 @@ def has_constant_channel(checkpoint: Checkpoint) -> bool:
     )
 
 
-def check_constant_channel(state: Named, checkpoint: Checkpoint) -> None:
+def check_constant_channel(state: NamedTensors, checkpoint: Checkpoint) -> None:
     """Raise KvfoldError if training changed the latents' constant channel: ``state`` must contain
     the same values as ``checkpoint``.
     """

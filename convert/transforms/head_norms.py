@@ -23,7 +23,7 @@ from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
     LayerStatistics,
-    Tensors,
+    TensorDataclass,
 )
 
 # ``ridge``, in units of ``E|x|^2 / tokens``. Squared error of the keys on held-out text after 128,
@@ -34,7 +34,7 @@ SHRINK = 0.03
 
 
 @dataclass(frozen=True)
-class LinearizedNorm(Tensors):
+class LinearizedNorm(TensorDataclass):
     """The linear map that approximates a projection followed by a norm, and the parts it is made
     of.
 

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 
-class Tensors:
-    """Base class of dataclasses of tensors, numbers and nested `Tensors`, which can be cast, moved
-    or indexed by heads as a whole.
+class TensorDataclass:
+    """Base class of dataclasses of tensors, numbers and nested `TensorDataclass`, which can be
+    cast, moved or indexed by heads as a whole.
     """
 
     unmapped: ClassVar[tuple[str, ...]] = ()
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with ``change`` (a cast, a move, a choice of heads) applied to all tensors,
         even nested ones.
         """
         changed: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]  # a dataclass, in every subclass
             value = getattr(self, field.name)
-            if isinstance(value, Tensors):
-                changed[field.name] = value.map(change)
+            if isinstance(value, TensorDataclass):
+                changed[field.name] = value.map_tensors(change)
             elif isinstance(value, Tensor) and field.name not in self.unmapped:
                 changed[field.name] = change(value)
         return replace(self, **changed)  # type: ignore[type-var]
@@ -39,11 +39,11 @@ class Tensors:
         """Return a copy with the given ``heads`` only, for a class whose tensors are all ``[heads,
         ...]``.
         """
-        return self.map(lambda tensor: tensor[heads])
+        return self.map_tensors(lambda tensor: tensor[heads])
 
 
 @dataclass(frozen=True)
-class HeadNorm(Tensors):
+class HeadNorm(TensorDataclass):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
     No linear map in front of the rotary embedding can replace the gain of a norm behind it, because
@@ -70,7 +70,7 @@ class HeadNorm(Tensors):
 
 
 @dataclass(frozen=True)
-class AttentionWeights(Tensors):
+class AttentionWeights(TensorDataclass):
     """The weights of one attention layer, with a separate axis for heads.
 
     q: ``[H, D, E]``
@@ -144,7 +144,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class LayerStatistics(Tensors):
+class LayerStatistics(TensorDataclass):
     """Statistics of one layer's attention on calibration text, float64.
 
     The last three are None unless queries and keys are normalized: ``n`` are then the queries, and
@@ -173,7 +173,7 @@ class LayerStatistics(Tensors):
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         """Return the statistics with all tensors on ``device``."""
-        return self.map(lambda tensor: tensor.to(device))
+        return self.map_tensors(lambda tensor: tensor.to(device))
 
     def weight_by_received_attention(self, share: float) -> "LayerStatistics":
         """Return statistics in which a token weighs ``1 - share + share * received``, where

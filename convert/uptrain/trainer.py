@@ -68,10 +68,11 @@ def make_training_arguments(
     if replicas == 1 and device.type == "cuda":
         # transformers divides each batch of a single process among all GPUs that it sees.
         replicas = torch.cuda.device_count()
-    share, rest = divmod(request.sequences, replicas)
+    share, rest = divmod(request.sequences_per_step, replicas)
     if rest:
         raise InputError(
-            f"--batch-tokens: {request.sequences} sequences per step cannot be divided evenly among"
+            f"--batch-tokens: {request.sequences_per_step} sequences per step cannot be divided"
+            f" evenly among"
             f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
         )
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
@@ -85,7 +86,7 @@ def make_training_arguments(
     batch = min(1.0, request.batch_tokens / _FULL_BATCH)
     rate = _AT_WIDTH_ONE / math.sqrt(width) * math.sqrt(batch)
     return TrainingArguments(
-        output_dir=str(request.work),
+        output_dir=str(request.training_folder),
         max_steps=request.steps,
         per_device_train_batch_size=micro_batch,
         per_device_eval_batch_size=choose_batch_size(request.seq_len),
@@ -147,7 +148,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         tokens: Tensor,
         held_out: Tensor,
     ) -> None:
-        self._best = request.work / _BEST
+        self._best = request.training_folder / _BEST
         self._teacher = None if teacher is None else teacher.to(arguments.device)
         model = load_model(source, torch.float32, request.trust_remote_code)
         use_blockwise_attention(model, choose_device(request.device))

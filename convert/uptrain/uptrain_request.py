@@ -23,7 +23,8 @@ class UptrainRequest(Request):
     Raises InputError, listing all problems, if values are invalid. Path objects are accepted and
     converted to strings.
 
-    >>> UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL").sequences
+    >>> request = UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL")
+    >>> request.sequences_per_step
     64
     """
 
@@ -95,12 +96,12 @@ class UptrainRequest(Request):
             )
 
     @property
-    def sequences(self) -> int:
+    def sequences_per_step(self) -> int:
         """The number of sequences per optimizer step, summed over all processes."""
         return self.batch_tokens // self.seq_len
 
     @property
-    def work(self) -> Path:
+    def training_folder(self) -> Path:
         """The folder ``OUT.training``, which holds the checkpoints of the run."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")

@@ -110,15 +110,15 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
                 " models only; use another trainer"
             )
         resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
-        request.work.parent.mkdir(parents=True, exist_ok=True)
+        request.training_folder.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():
-            locks.enter_context(lock_output(request.work.absolute()))
+            locks.enter_context(lock_output(request.training_folder.absolute()))
         try:
             return _run_uptraining(request, source)
         except BaseException as error:
-            if any(request.work.glob("checkpoint-*")):
-                error.add_note(f"{request.work} is kept: the same command continues")
+            if any(request.training_folder.glob("checkpoint-*")):
+                error.add_note(f"{request.training_folder} is kept: the same command continues")
             raise
 
 
@@ -142,7 +142,9 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     arguments = make_training_arguments(request, config.hidden_size, precision)
     checkpoint = broadcast_from_rank0(lambda: prepare_training_folder(request, source))
     arguments.eval_on_start = bool(request.eval_every) and checkpoint is None
-    tokens, held_out = broadcast_from_rank0(lambda: draw_tokens(request, source, config.vocab_size))
+    tokens, held_out = broadcast_from_rank0(
+        lambda: draw_uptraining_tokens(request, source, config.vocab_size)
+    )
     teacher = load_teacher(request, source, precision)
     trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
     state = trainer.run(checkpoint)
@@ -164,7 +166,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
             best = min(measured, key=get_held_out_error)
             record["held_out"] = {"before": measured[0], "after": best}
         _write_checkpoint(request, source, side_files, trainer.model, state, record)
-        shutil.rmtree(request.work)
+        shutil.rmtree(request.training_folder)
         return Uptrained(record)
 
     return run_on_rank0(write_result) or Uptrained({})
@@ -194,7 +196,7 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
     text that have changed since, or if the folder contains links or other files: what is read from
     it must have been written by a run of this request.
     """
-    work = request.work
+    work = request.training_folder
     started = work / "request.json"
     links = [path for path in (work, *work.rglob("*")) if path.is_symlink()]
     before = {}
@@ -240,7 +242,7 @@ def _find_newest_checkpoint(work: Path) -> Path | None:
     return None
 
 
-def draw_tokens(
+def draw_uptraining_tokens(
     request: UptrainRequest, source: Checkpoint, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Return the training sequences ``[steps * n, T]`` in their order, and the held-out sequences
@@ -249,7 +251,7 @@ def draw_tokens(
     Raises InputError if the text is unreadable, too short or does not fit the model.
     """
     held_out = request.eval_sequences if request.eval_every else 0
-    count = request.steps * request.sequences
+    count = request.steps * request.sequences_per_step
     tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
     corpus = open_corpus(request.text, tokenizer, request.seed, option="text")
     advice = "or lower --eval-sequences or --seq-len"

@@ -21,7 +21,7 @@ from kvfold.convert import processes
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.linalg import fit_output_projection
 from kvfold.convert.transforms.weights import AttentionWeights
-from kvfold.convert.walk.walk import Step
+from kvfold.convert.walk.walk import WalkLayer
 
 # The maximum share of the attention output's energy that the heads may leave unexplained. One
 # rounding to bfloat16 is off by up to 2^-9, 4e-6 of the energy, and there are a few; an output that
@@ -69,7 +69,9 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def refit_output_projection(step: Step, weights: Weights, update: AttentionUpdate) -> Weights:
+def refit_output_projection(
+    walk_layer: WalkLayer, weights: Weights, update: AttentionUpdate
+) -> Weights:
     """Return ``weights`` with the output projection (and bias, if any) refitted, so that the
     student's residual stream after the attention matches the teacher's.
 
@@ -79,22 +81,22 @@ def refit_output_projection(step: Step, weights: Weights, update: AttentionUpdat
     """
     if update.norm is not None:
         return weights
-    student = step.student
-    student.set_layer_tensors(student.output.encode_layer(step.index, weights))
+    student = walk_layer.student
+    student.set_layer_tensors(student.output.encode_layer(walk_layer.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:
         present = torch.cat([present, weights.o_bias.double()[:, None]], 1)
     present = present.to(student.stream.device)
-    teacher = step.teacher
-    with student.stream.open_layer(step.index) as layer:
+    teacher = walk_layer.teacher
+    with student.stream.open_layer(walk_layer.index) as layer:
         attention = [output.attention for output in teacher.outputs]
-        chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
+        chunks = zip(teacher.held_out, attention, walk_layer.held_out, strict=True)
         held_out = _yield_regressions(layer, weights, present, update.scale, chunks)
         first = next(held_out, None)
         if first is None:
             return weights
-        chunks = zip(teacher.calibration, teacher.attention, step.calibration, strict=True)
+        chunks = zip(teacher.calibration, teacher.attention, walk_layer.calibration, strict=True)
         regressions = _yield_regressions(layer, weights, present, update.scale, chunks)
         with student.stream.use_training_precision():
             gram, missing = _sum_regressions(present, regressions)

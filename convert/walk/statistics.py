@@ -37,7 +37,7 @@ class StatisticsAccumulator:
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, output: LayerOutput) -> None:
+    def add_batch(self, output: LayerOutput) -> None:
         """Add a batch of sequences from the recorded ``output`` of the layer; the sequences of all
         batches must have the same length.
         """
@@ -70,7 +70,7 @@ class StatisticsAccumulator:
         for name, value in sums.items():
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
-    def result(self) -> LayerStatistics:
+    def average_batches(self) -> LayerStatistics:
         """Return the statistics averaged over the batches of all processes; there must be at least
         one.
         """

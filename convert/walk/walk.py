@@ -2,7 +2,7 @@
 
 ::
 
-                        layer 0          Step: layer l               after the last layer
+                        layer 0          walk layer l                    after the last layer
     teacher  embed --> [  T_0  ] ... h --> [  T_l  ] --> ...         --> logits --.
                                            |  ^ statistics of its inputs          +--> measurement
                                   transform|  v error                             |
@@ -15,7 +15,7 @@ Glossary:
     student        the converted model, run from the tensors that its files will contain, before
                    they are complete
     walk           one pass of a student through all layers, alongside its teacher
-    step           one layer of a walk, open in both models; the student advances through it,
+    walk layer     one layer of a walk, open in both models; the student advances through it,
                    converted or unchanged
     hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory
     calibration    the sequences on which fits and refinement are trained
@@ -24,16 +24,16 @@ Glossary:
 A run with one student::
 
     walk = Walk(Teacher(source, held_out, calibration), student)
-    for step in walk:
-        weights = transform(step.index, step.statistics)   # may compare step.error(...)
-        step.advance(output.encode_layer(step.index, weights))
+    for walk_layer in walk:
+        weights = transform(walk_layer.index, walk_layer.statistics)
+        walk_layer.advance_student(output.encode_layer(walk_layer.index, weights))
     walk.measure_drift()
 
 Several students can share one teacher, which runs each of its layers once for all of them::
 
-    for layer in teacher.layers():
+    for layer in teacher.run_layers():
         for walk in walks:
-            Step(layer, walk).advance(...)
+            WalkLayer(layer, walk).advance_student(...)
 
 Memory holds one layer of each model, and the hidden states. The student runs the calibration
 sequences only if a fit or refinement needs them.
@@ -58,7 +58,7 @@ from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
 
-Hidden = list[Tensor]
+HiddenStates = list[Tensor]
 
 # Tokens per layer call: a trade-off between the size of matrix products and the memory for
 # activations. GQA-2 of the model that ships: 512 7.6 s, 4096 7.3 s, 16384 7.7 s, and equal losses:
@@ -87,9 +87,9 @@ class TeacherLayer:
 
     index: int
     layer: OpenLayer
-    held_out: Hidden
+    held_out: HiddenStates
     outputs: list[LayerOutput]
-    calibration: Hidden
+    calibration: HiddenStates
     attention: list[Tensor]
     statistics: LayerStatistics | None = None
     inputs: Tensor | None = None
@@ -119,7 +119,7 @@ class Teacher:
         self.held_out = embed_tokens(source, held_out)
         self._calibration = [] if calibration is None else embed_tokens(source, calibration)
 
-    def layers(self) -> Iterator[TeacherLayer]:
+    def run_layers(self) -> Iterator[TeacherLayer]:
         """Yield every layer in order, after running it. Raises InputError if its outputs are not
         finite.
         """
@@ -217,11 +217,11 @@ class Student:
 
 
 class Walk:
-    """One pass of a student through all layers alongside its teacher; iterating yields a `Step` per
-    layer.
+    """One pass of a student through all layers alongside its teacher; iterating yields a
+    `WalkLayer` per layer.
 
     The student runs the calibration sequences if the teacher does. Do not iterate over walks
-    that share a teacher: make a `Step` of every walk for each of the teacher's layers instead.
+    that share a teacher: make a `WalkLayer` of every walk for each of the teacher's layers instead.
     """
 
     def __init__(self, teacher: Teacher, student: Student) -> None:
@@ -231,10 +231,10 @@ class Walk:
         tokens = teacher.calibration_tokens
         self.calibration = [] if tokens is None else embed_tokens(student.stream, tokens)
 
-    def __iter__(self) -> "Iterator[Step]":
-        """Yield a `Step` for each layer, in order."""
-        for layer in self.teacher.layers():
-            yield Step(layer, self)
+    def __iter__(self) -> "Iterator[WalkLayer]":
+        """Yield a `WalkLayer` for each layer, in order."""
+        for layer in self.teacher.run_layers():
+            yield WalkLayer(layer, self)
 
     @torch.no_grad()
     def measure_drift(self) -> DriftMeasurement:
@@ -254,12 +254,12 @@ class Walk:
         return measured
 
 
-class Step:
+class WalkLayer:
     """One layer of a walk, open in the teacher, to be converted or left unchanged in the student.
 
-    Call one of `advance` and `advance_student_unchanged`: both residual streams have then passed
-    the layer. ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`). ``held_out``
-    and ``calibration`` are the student's residual streams before the layer.
+    Call one of `advance_student` and `advance_student_unchanged`: both residual streams have then
+    passed the layer. ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`).
+    ``held_out`` and ``calibration`` are the student's residual streams before the layer.
     """
 
     def __init__(self, teacher: TeacherLayer, walk: Walk) -> None:
@@ -272,7 +272,7 @@ class Step:
         self.calibration = walk.calibration
 
     @torch.no_grad()
-    def error(self, weights: Any) -> float:
+    def measure_error(self, weights: Any) -> float:
         """Return the relative squared error ``||y - y'||^2 / ||y||^2`` of the attention output on
         held-out sequences if the layer had the candidate ``weights``.
 
@@ -293,7 +293,7 @@ class Step:
         return float(error / norm if norm else error)
 
     @torch.no_grad()
-    def advance(self, tensors: Mapping[str, Tensor]) -> None:
+    def advance_student(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the layer's converted ``tensors``, and run the student's residual streams through the
         layer.
         """
@@ -328,7 +328,7 @@ class Step:
 def gather_statistics(
     source: CheckpointStream,
     layer: OpenLayer,
-    states: Hidden,
+    states: HiddenStates,
     model: Model | None = None,
     attention: list[Tensor] | None = None,
 ) -> tuple[LayerStatistics, Tensor]:
@@ -352,13 +352,13 @@ def gather_statistics(
             output = compute_queries_and_keys(
                 output, weights, model, layer.index, layer.arguments(hidden)
             )
-        accumulator.add(output)
+        accumulator.add_batch(output)
         if chunk == 0:
             inputs = output.attention_input.flatten(0, -2)
         if attention is not None:
             attention.append(output.attention)
         states[chunk] = output.states
-    statistics = accumulator.result()
+    statistics = accumulator.average_batches()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
     most = length * choose_chunk_size(source.device, length)
@@ -369,7 +369,7 @@ def gather_statistics(
 
 @torch.no_grad()
 def run_layer(
-    source: CheckpointStream, layer: OpenLayer, states: Hidden, attention: list[Tensor] | None
+    source: CheckpointStream, layer: OpenLayer, states: HiddenStates, attention: list[Tensor] | None
 ) -> None:
     """Replace the residual streams ``states`` by the layer's outputs, and append its attention's
     outputs to ``attention``, if it is given. Raises InputError if the outputs are not finite.
@@ -383,7 +383,7 @@ def run_layer(
 
 
 @torch.no_grad()
-def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> HiddenStates:
     """Return the residual streams after the last layer for ``tokens [N, T]``, in chunks; one layer
     is in memory at a time.
     """
@@ -395,7 +395,7 @@ def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> Hidden:
 
 
 @torch.no_grad()
-def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> HiddenStates:
     """Return the residual streams before the first layer for ``tokens [N, T]``, in chunks sized for
     the stream's device.
     """

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
+from kvfold.convert.walk.walk import Student, Teacher, Walk, WalkLayer
 
 LAYERS = 3
 SHAPE = {
@@ -30,7 +30,7 @@ def run_stream(stream: CheckpointStream, tokens: Tensor) -> Tensor:
     for index in range(stream.layers):
         with stream.open_layer(index) as layer, torch.no_grad():
             hidden = layer(hidden).hidden
-    return stream.logits(hidden)
+    return stream.compute_logits(hidden)
 
 
 class Case:
@@ -93,7 +93,7 @@ class Case:
             Teacher(source, self.held_out, self.calibration, **options), self.converted(source)
         )
 
-    def run(self, walk: Walk) -> Iterator[Step]:
+    def run(self, walk: Walk) -> Iterator[WalkLayer]:
         for step in walk:
             yield step
-            step.advance(self.layer(step.index))
+            step.advance_student(self.layer(step.index))

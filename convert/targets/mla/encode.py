@@ -48,12 +48,15 @@ def choose_norm_weight(rank: int) -> float:
 def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
     """Return the attention tensors of ``layer`` for a stock MLA class, by their stored names."""
     # No bias may be left out without a word: only a constant channel, or a query latent, stores it.
-    assert spec.constant or latent.down_bias is latent.rope_key_bias is latent.o_bias is None
+    assert (
+        spec.has_constant_channel
+        or latent.down_bias is latent.rope_key_bias is latent.o_bias is None
+    )
     assert latent.query is not None or latent.q_nope_bias is latent.q_rope_bias is None
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
     tensors = {**_encode_queries(latent), **_encode_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
-    if spec.constant:
+    if spec.has_constant_channel:
         tensors["o_proj.bias"] = _zeros_if_none(latent.o_bias, latent.o[:, 0, 0])
     return {
         f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous()
@@ -140,7 +143,7 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
     rope_key = interleave_rotary_dims(latent.rope_key, 0)
     # [H (N + D), R], per head keys then values
     read = torch.cat([latent.uk, latent.uv], 1).flatten(0, 1)
-    if not spec.constant:
+    if not spec.has_constant_channel:
         return {
             "kv_a_proj_with_mqa.weight": torch.cat([latent.down, rope_key]),
             "kv_a_layernorm.weight": latent.down.new_ones(latent.rank),
@@ -185,7 +188,7 @@ def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
     """Pad heads and rotary keys with zeros to the sizes that layout engine stores, so that the MLA
     kernels of engines support them.
     """
-    nope, value = spec.head_dims(latent.value_dim)
+    nope, value = spec.choose_head_dims(latent.value_dim)
     rope = spec.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
         return latent

@@ -60,7 +60,7 @@ _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divi
 _CLASSES = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
 _TENSORS: dict[str, str] = _CLASSES["tensors"]
 Source = str | tuple[str, ...] | None
-Shapes = dict[str, tuple[tuple[int, ...], Source]]
+TensorShapes = dict[str, tuple[tuple[int, ...], Source]]
 
 
 def build_mla_config(
@@ -133,7 +133,7 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     # Mistral4 rotate a part of their head_dim dims, rounded down, and otherwise ignore it: where
     # kernels support the cache one value serves all.
     head_dim = spec.rope_dim + (
-        spec.kv_rank if spec.has_kernels else spec.head_dims(model.geometry.head_dim)[0]
+        spec.kv_rank if spec.has_kernels else spec.choose_head_dims(model.geometry.head_dim)[0]
     )
     table["partial_rotary_factor"] = (spec.rope_dim + 0.5) / head_dim
     if sparse:
@@ -293,7 +293,7 @@ def _plan_stock_tensors(
     return tuple(tensors)
 
 
-def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
+def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
     """Return the shape of each output tensor of a stock MLA class, and the source tensors that it
     copies (see ``OutputTensor.source``), by name.
     """
@@ -314,7 +314,7 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     return shapes
 
 
-def _list_copied_shapes(model: Model, layer: int | None) -> Shapes:
+def _list_copied_shapes(model: Model, layer: int | None) -> TensorShapes:
     """The shapes and source tensors of norms, MLP, embedding and head in ``layer`` or outside the
     layers (None), by name.
     """
@@ -325,7 +325,7 @@ def _list_copied_shapes(model: Model, layer: int | None) -> Shapes:
     }
 
 
-def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
+def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> TensorShapes:
     """Return the shapes of the router and the experts in ``layer``, and the source tensors that
     they copy, by output name.
     """

@@ -57,16 +57,16 @@ class MlaSpec:
     rotated: bool = False
 
     @property
-    def constant(self) -> bool:
+    def has_constant_channel(self) -> bool:
         """True if the last latent channel holds a constant instead of data, as in layout
         ``free``.
         """
         return self.layout == "free"
 
     @property
-    def channels(self) -> int:
+    def data_channels(self) -> int:
         """The number of latent channels that hold data: all but the constant one."""
-        return self.kv_rank - self.constant
+        return self.kv_rank - self.has_constant_channel
 
     @property
     def has_kernels(self) -> bool:
@@ -78,7 +78,7 @@ class MlaSpec:
             and self.kv_rank + self.rope_dim in KERNEL_CACHES
         )
 
-    def head_dims(self, dim: int) -> tuple[int, int]:
+    def choose_head_dims(self, dim: int) -> tuple[int, int]:
         """Return the unrotated dims and the value dims of a stored head for a source with head size
         ``dim``; both are at least ``dim``.
 
@@ -95,7 +95,7 @@ class MlaSpec:
             return dim, dim
         return min(sizes, key=sum, default=(dim, dim))
 
-    def used_rope_dim(self, rotary_dims: int) -> int:
+    def count_used_rope_dims(self, rotary_dims: int) -> int:
         """Return how many of the stored rotary dims hold keys; layout ``engine`` may fill the
         others with zeros. ``rotary_dims`` are those of a source head.
         """
@@ -122,7 +122,10 @@ def compute_query_rank(model: Model, spec: MlaSpec) -> int | None:
     if spec.layout == "kvfold" or "q" not in model.biased:
         return None
     size = model.geometry
-    return min(size.model_dim, size.heads * (size.head_dim + spec.rope_dim)) + spec.constant
+    return (
+        min(size.model_dim, size.heads * (size.head_dim + spec.rope_dim))
+        + spec.has_constant_channel
+    )
 
 
 def compute_context_length(model: Model) -> int:
@@ -140,11 +143,11 @@ def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
     """Return the sizes of ``model`` converted to MLA with ``spec``, by the names that the
     expressions in ``shapes.json`` and ``classes.json`` use.
     """
-    nope, value = spec.head_dims(model.geometry.head_dim)
+    nope, value = spec.choose_head_dims(model.geometry.head_dim)
     return {
         **vars(model.geometry),
         **vars(spec),
-        "constant": spec.constant,
+        "constant": spec.has_constant_channel,
         "nope_dim": nope,
         "value_dim": value,
         "q_rank": compute_query_rank(model, spec),
@@ -270,11 +273,11 @@ def _list_size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iter
     # Layout engine has one slot per frequency.
     largest = size.rotary_dims * (1 if spec.layout == "engine" else size.kv_heads)
     smallest = min(2, largest)
-    if rope % 2 or not smallest <= spec.used_rope_dim(size.rotary_dims) <= largest:
+    if rope % 2 or not smallest <= spec.count_used_rope_dims(size.rotary_dims) <= largest:
         rule = f"an even number from {smallest} to {largest}" if largest else "0"
         yield f"--rope-dim {rope} must be {rule}, because heads have {size.rotary_dims} rotary dims"
-    if rank < 1 + spec.constant:
-        yield f"--kv-rank {rank} must be at least {1 + spec.constant}"
+    if rank < 1 + spec.has_constant_channel:
+        yield f"--kv-rank {rank} must be at least {1 + spec.has_constant_channel}"
     cache = rank + rope + count_cached_divisors(model, spec)
     present = count_cache_elements(size)
     if cache >= present and not allow_growth:

@@ -44,7 +44,7 @@ class PairLosses:
     layer: LayerMoments
 
     @cached_property
-    def losses(self) -> list[Tensor]:
+    def loss_estimates(self) -> list[Tensor]:
         """Three estimates of the loss if two KV heads share one: matrices ``[G, G]``, symmetric,
         diagonal 0, as shares of the energy.
 
@@ -112,7 +112,7 @@ def propose_partitions(pairs: PairLosses, groups: int) -> list[Partition]:
     if groups in (1, kv_heads):
         return partitions
     # Each estimate is best for some layers, so the judge evaluates one candidate from each.
-    for loss in pairs.losses:
+    for loss in pairs.loss_estimates:
         partition = _search_partition(loss, groups)
         if partition not in partitions:
             partitions.append(partition)

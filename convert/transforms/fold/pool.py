@@ -74,7 +74,7 @@ def pool_heads(
     norm = weights.k_norm
     if norm is not None:
         # A shared norm repeats one stored row: copying it is exact, while averaging might round it.
-        norm = norm.map((lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
+        norm = norm.map_tensors((lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
     return replace(
         weights,
         k=pool(weights.k),

@@ -108,7 +108,7 @@ def fold_heads(
     q = [head * repeat + index for head in kv for index in range(repeat)]
     source = reorder_heads(layer.weights, q, kv)
     if len(groups[0]) == 1:
-        return source.map(Tensor.float)
+        return source.map_tensors(Tensor.float)
     ordered = replace(
         layer,
         weights=source,
@@ -119,7 +119,7 @@ def fold_heads(
     members = [layer.heads.select(group) for group in groups]
     folded = _fold_keys(ordered, [objective.fit_key_head(group) for group in members])
     folded = _fold_values(ordered, folded, [objective.fit_value_head(group) for group in members])
-    return folded.map(Tensor.float)
+    return folded.map_tensors(Tensor.float)
 
 
 def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWeights:

@@ -93,7 +93,7 @@ class RotationMoments:
     right: Tensor
     variation: Tensor
 
-    def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
+    def rotate_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """Return the second moments ``E[y z^T]`` of rotated rows ``y`` and ``z``, without the part
         that is the same at every distance: ``[H, n_y, n_z]``.
 
@@ -105,8 +105,8 @@ class RotationMoments:
         return self._rotate_by_mean(product) + self._add_covariance(product + means)
 
     def compute_gradient_factors(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrices ``V`` and ``M`` for the gradients of ``sum(weight * apply(product, a,
-        b))`` with respect to its arguments.
+        """Return the matrices ``V`` and ``M`` for the gradients of ``sum(weight *
+        rotate_moment(product, a, b))`` with respect to its arguments.
 
         With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
         ``a`` it is ``M b``.
@@ -236,12 +236,14 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
     layer = problem.layer
-    keys = layer.keys.repeat_interleave(layer.group, 0)
+    keys = layer.keys.repeat_interleave(layer.query_heads_per_kv_head, 0)
     latent = factors.down[-factors.rank :]
     spread = factors.down[:, :-1] @ problem.covariance
     mean = factors.down @ problem.mean
-    seen = problem.same.apply(spread @ factors.down[:, :-1].mT, mean, mean)  # E[y y^T]
-    cross = problem.cross.apply(spread @ keys[..., :-1].mT, mean, keys @ problem.mean)  # E[y k^T]
+    seen = problem.same.rotate_moment(spread @ factors.down[:, :-1].mT, mean, mean)  # E[y y^T]
+    cross = problem.cross.rotate_moment(
+        spread @ keys[..., :-1].mT, mean, keys @ problem.mean
+    )  # E[y k^T]
     weighted = problem.value_moment @ latent.mT
     return replace(
         factors,
@@ -289,7 +291,9 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
         part.sum(0) for part in problem.same.compute_gradient_factors(weighted @ factors.up_keys)
     )
     by_head = problem.cross.compute_gradient_factors(weighted)
-    of_keys, of_means = (torch.unflatten(part, 0, (-1, layer.group)).sum(1) for part in by_head)
+    of_keys, of_means = (
+        torch.unflatten(part, 0, (-1, layer.query_heads_per_kv_head)).sum(1) for part in by_head
+    )
     P = (of_keys @ layer.keys[..., :-1]).sum(0)
     p = (of_means @ (layer.keys @ problem.mean)[..., None]).sum((0, 2))
     weighted = factors.up_values.mT @ problem.value_weight  # [G, R, D]

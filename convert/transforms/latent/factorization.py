@@ -144,7 +144,7 @@ def _join_factors(
     (``down``, ``readout``) for the remaining keys, multiplied by ``gains [H, L]``, and the values.
     """
     rope_key, up_rope, rest = split
-    keys = multiply_pairs(rest.repeat_interleave(layer.group, 0), gains)
+    keys = multiply_pairs(rest.repeat_interleave(layer.query_heads_per_kv_head, 0), gains)
     return LatentFactors(
         down=torch.cat([rope_key, pad(down, (0, 1))]),
         up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
@@ -164,7 +164,7 @@ def _stack_key_and_value_rows(
     half = layer.rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
-    energy = torch.unflatten(energy, 0, (-1, layer.group)).sum(1)
+    energy = torch.unflatten(energy, 0, (-1, layer.query_heads_per_kv_head)).sum(1)
     # A value's unit is the layer's output: M^{1/2} v.
     metric, _ = compute_metric_root(layer.metric)
     blocks = []
@@ -216,7 +216,7 @@ def _make_latent_weights(
     if centered or source.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
         constant = layer.values @ mean if centered else layer.values[..., -1]
-        constant = constant.repeat_interleave(layer.group, 0)
+        constant = constant.repeat_interleave(layer.query_heads_per_kv_head, 0)
         moved = torch.einsum("ehd,hd->e", source.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()
     # Maps in place of norms are float64.
@@ -228,7 +228,7 @@ def _make_latent_weights(
         q_nope=layer.queries[..., :-1],
         q_rope=rope_query[..., :-1],
         uk=factors.up_keys[..., rope:],
-        uv=factors.up_values.repeat_interleave(layer.group, 0),
+        uv=factors.up_values.repeat_interleave(layer.query_heads_per_kv_head, 0),
         o=source.o,
         theta=slots.theta,
         scale=layer.scale,
@@ -237,7 +237,7 @@ def _make_latent_weights(
         q_nope_bias=layer.queries[..., -1] if q_biased else None,
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
-    ).map(lambda tensor: tensor.to(dtype).contiguous())
+    ).map_tensors(lambda tensor: tensor.to(dtype).contiguous())
     return latent if not divided else _keep_source_norms(latent, layer, factors, mean, distances)
 
 
@@ -259,14 +259,14 @@ def _keep_source_norms(
     rope = latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
-    constant = (layer.keys @ mean).repeat_interleave(layer.group, 0)[..., None]
+    constant = (layer.keys @ mean).repeat_interleave(layer.query_heads_per_kv_head, 0)[..., None]
     constant = multiply_pairs(constant, average_rotation_factors(distances, layer.rotary.theta))
     in_rope = (factors.down[:rope] @ mean).expand(latent.heads, -1)[..., None]
     in_rope = multiply_pairs(
         in_rope, average_rotation_factors(distances, latent.theta)
     )  # [H, P, 1]
     constant = constant - factors.up_keys[..., :rope] @ in_rope
-    divisors = layer.divisors.repeat_interleave(layer.group)[:, None, None]
+    divisors = layer.divisors.repeat_interleave(layer.query_heads_per_kv_head)[:, None, None]
     times = divisors * layer.rotary.expand_amplitude(constant)
     up_keys = factors.up_keys * times
     norms = LatentHeadNorms(
@@ -279,5 +279,5 @@ def _keep_source_norms(
         q_bias=source.q_bias,
         k_bias=source.k_bias,
     )
-    norms = norms.map(lambda tensor: tensor.to(latent.down).contiguous())
+    norms = norms.map_tensors(lambda tensor: tensor.to(latent.down).contiguous())
     return replace(latent, uk=up_keys[..., rope:].to(latent.down).contiguous(), norms=norms)

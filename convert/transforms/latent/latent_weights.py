@@ -19,7 +19,7 @@ from kvfold.convert.transforms.weights import (
     HeadNorm,
     LayerStatistics,
     Rotary,
-    Tensors,
+    TensorDataclass,
 )
 
 
@@ -49,7 +49,7 @@ class LayerProjections:
     scale: float
 
     @property
-    def group(self) -> int:
+    def query_heads_per_kv_head(self) -> int:
         """The number of query heads per key/value head."""
         return len(self.queries) // len(self.keys)
 
@@ -81,7 +81,7 @@ def build_projections(
 
 
 @dataclass(frozen=True)
-class LatentHeadNorms(Tensors):
+class LatentHeadNorms(TensorDataclass):
     """The source's norms on queries and keys in a latent attention layer, whose latent encodes the
     keys before their norm.
 
@@ -108,7 +108,7 @@ class LatentHeadNorms(Tensors):
 
 
 @dataclass(frozen=True)
-class QueryLatent(Tensors):
+class QueryLatent(TensorDataclass):
     """The weights of queries that are computed from a latent of their own, ``c_q = down x``. Their
     biases remain in ``LatentWeights``.
 
@@ -121,7 +121,7 @@ class QueryLatent(Tensors):
 
 
 @dataclass(frozen=True)
-class LatentWeights(Tensors):
+class LatentWeights(TensorDataclass):
     """The weights of one latent attention layer, which computes
 
         score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))

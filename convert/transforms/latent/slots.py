@@ -122,7 +122,7 @@ def split_rotary_keys(
     rope_key = torch.stack(shared)
     rest = torch.cat([left.real, left.imag, layer.keys[:, rotary:]], 1)
     # From the real parts of the shared keys, then from their imaginary parts.
-    columns = torch.cat([maps, 1j * maps], 2).repeat_interleave(layer.group, 0)
+    columns = torch.cat([maps, 1j * maps], 2).repeat_interleave(layer.query_heads_per_kv_head, 0)
     up_keys[:, :rotary] = torch.cat([columns.real, columns.imag], 1)
     return torch.cat([rope_key.real, rope_key.imag]), up_keys, rest
 

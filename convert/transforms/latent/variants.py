@@ -197,4 +197,6 @@ def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int
     )
     read = rows @ readout
     query = QueryLatent(down, read[:, : latent.nope_dim], read[:, latent.nope_dim :])
-    return replace(latent, query=query.map(lambda tensor: tensor.to(latent.down).contiguous()))
+    return replace(
+        latent, query=query.map_tensors(lambda tensor: tensor.to(latent.down).contiguous())
+    )

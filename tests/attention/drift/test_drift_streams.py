@@ -21,7 +21,7 @@ def run(stream, tokens):
         with stream.open_layer(index) as layer:
             outputs.append(layer(hidden))
         hidden = outputs[-1].hidden
-    return stream.logits(hidden), outputs
+    return stream.compute_logits(hidden), outputs
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -71,7 +71,7 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(
         run(make_layer_stream(model), tokens)[0], run(make_layer_stream(model), tokens)[0]
     )
-    make_layer_stream(model).cache_bytes_per_token()
+    make_layer_stream(model).measure_cache_bytes_per_token()
     assert model.config._attn_implementation == "sdpa"
     assert list(model.model.layers) == layers
     for module in model.modules():
@@ -103,4 +103,4 @@ def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
     ],
 )
 def test_cache_bytes_are_those_of_the_formulas(model, expected):
-    assert make_layer_stream(model).cache_bytes_per_token() == expected
+    assert make_layer_stream(model).measure_cache_bytes_per_token() == expected

@@ -168,7 +168,7 @@ def trial(rank, rope, kl, engines=1, refined_kl=None):
     """A trial of a split that so many ``engines`` serve."""
     support = [Mock(engine=str(number), serves=True) for number in range(engines)]
     plan = Mock(engines=support, latent=Mock(kv_rank=rank, rope_dim=rope))
-    return splits.Trial(plan, kl, refined_kl)
+    return splits.SplitTrial(plan, kl, refined_kl)
 
 
 @pytest.mark.parametrize(

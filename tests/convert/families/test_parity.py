@@ -84,7 +84,9 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
             rows = getattr(weights, role)
             repeated[role] = None if rows is None else rows[copies]
         if weights.k_norm is not None:
-            repeated["k_norm"] = weights.k_norm.map(lambda rows, copies=copies: rows[copies])
+            repeated["k_norm"] = weights.k_norm.map_tensors(
+                lambda rows, copies=copies: rows[copies]
+            )
         stored |= make_stored_tensors(model, layer, replace(weights, **repeated))
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})

@@ -63,7 +63,7 @@ def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
     assert ["0", "0.25", "0.25", "0.0123", "0.0456"] in rows
     assert ["1", "0.125", "0.5", "2e-05", "0.75"] in rows
     assert ["rounding", "1e-07", "2e-07", "3e-07", "4e-07"] in rows
-    rows = {row[0]: row[1:] for row in REPORT.table_rows()}
+    rows = {row[0]: row[1:] for row in REPORT.format_rows()}
     assert rows["perplexity"] == ("46.125", "51.310", "")
     assert rows["top-1 agreement"] == ("", "87.5 %", "100.0 %")
 

@@ -66,8 +66,8 @@ def test_a_budget_gets_a_split_and_its_request_names_it(swept):
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = with_losses(swept, (0.001, 0.2, 0.009, 0.3))
-    assert found.smallest is found.rows[2]
-    assert replace(found, within=0.002).smallest is found.rows[0]
+    assert found.smallest_within_limit is found.rows[2]
+    assert replace(found, within=0.002).smallest_within_limit is found.rows[0]
     assert found.verdict == "within 1 % perplexity: MLA 16+8, uncertain"
     assert replace(found, within=0.02).verdict == "within 2 % perplexity: MLA 16+8"
     lines = summarize_sweep(found).splitlines()
@@ -83,11 +83,11 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monk
 
 def test_where_none_is_within_the_loss_the_nearest_is_named(swept):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
-    assert found.smallest is None
+    assert found.smallest_within_limit is None
     assert found.verdict == "none within 1 % perplexity; nearest: GQA-2"
     assert summarize_sweep(found).endswith("--effort thorough")
     broken = with_losses(swept, (math.nan, 0.3, 0.2, math.nan))
-    assert broken.nearest is broken.rows[2]
+    assert broken.least_loss_row is broken.rows[2]
 
 
 def test_targets_are_spelled_with_commas_or_blanks():

@@ -66,10 +66,10 @@ def test_logits_and_cache_are_those_of_the_stock_model(
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
     cache = model(tokens[:1, :2], use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 2
-    assert stream.cache_bytes_per_token() == held
-    assert stream.to(dtype=torch.bfloat16).cache_bytes_per_token() == held
+    assert stream.measure_cache_bytes_per_token() == held
+    assert stream.to(dtype=torch.bfloat16).measure_cache_bytes_per_token() == held
     halved = CheckpointStream({**config, "dtype": "bfloat16"}, stored.__getitem__, stored)
-    assert halved.cache_bytes_per_token() == held // 2
+    assert halved.measure_cache_bytes_per_token() == held // 2
 
 
 def test_only_the_open_layer_is_in_memory(tiny: Any, tokens: Tensor) -> None:

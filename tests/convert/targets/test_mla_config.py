@@ -108,5 +108,5 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
 
 @pytest.mark.parametrize(("rank", "rope", "dim", "heads"), CASES["heads"])
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
-    assert MlaSpec(rank, rope, layout="engine").head_dims(dim) == tuple(heads)
-    assert MlaSpec(rank, rope).head_dims(dim) == (dim, dim)
+    assert MlaSpec(rank, rope, layout="engine").choose_head_dims(dim) == tuple(heads)
+    assert MlaSpec(rank, rope).choose_head_dims(dim) == (dim, dim)

@@ -28,7 +28,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, latent, normed):
         super().__init__()
-        self.latent = latent.map(torch.Tensor.double)
+        self.latent = latent.map_tensors(torch.Tensor.double)
         self.normed = normed
 
     def forward(self, hidden_states, **_):
@@ -47,9 +47,9 @@ def random_latent(size, target, seed=0, inner=None):
     heads = size.heads
     dim = size.head_dim
     width = size.model_dim
-    rank = target.channels
-    rope = target.used_rope_dim(8)
-    free = target.constant
+    rank = target.data_channels
+    rope = target.count_used_rope_dims(8)
+    free = target.has_constant_channel
     # Layout engine spells plain frequencies; layout free any.
     theta = [10000.0 ** (-2 * i / rope) if not free else 1 / (1 + 3 * i) for i in range(rope // 2)]
     latent = LatentWeights(
@@ -90,7 +90,7 @@ def written(tiny_family, tmp_path):
         bound = read_model(source)
         stored = tensors(source)
         rank = compute_query_rank(bound, target)
-        inner = None if rank is None else rank - target.constant
+        inner = None if rank is None else rank - target.has_constant_channel
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float64, attn_implementation="eager"
         ).eval()
@@ -100,7 +100,7 @@ def written(tiny_family, tmp_path):
                 made[name] = stored[of].clone()
         for index, layer in enumerate(model.model.layers):
             latent = random_latent(bound.geometry, target, index, inner)
-            layer.self_attn = LatentAttention(latent, normed=not target.constant)
+            layer.self_attn = LatentAttention(latent, normed=not target.has_constant_channel)
             tensors_of_layer = encode_stock_mla(latent, index, target)
             made |= {name: value.float() for name, value in tensors_of_layer.items()}
         save_file(made, tmp_path / "model.safetensors", {"format": "pt"})

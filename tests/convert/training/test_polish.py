@@ -89,8 +89,8 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     monkeypatch.setattr(module, "run_teacher", run_teacher)
     monkeypatch.setattr(module, "draw_batches", lambda *_: order)
     text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3))
-    for batch in islice(text.batches(5, seed=0), 2, None):  # a resumed run skips steps
-        tokens, found = text.read(batch)
+    for batch in islice(text.draw_batches(5, seed=0), 2, None):  # a resumed run skips steps
+        tokens, found = text.read_sequences(batch)
         assert torch.equal(tokens, text.tokens[batch])
         assert torch.equal(found, states[batch])
     assert computed == [[0, 2, 5, 7], [1, 7]]
@@ -116,7 +116,7 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
     ours = task_of(folder)
     stock = stock_model(folder)
     ours.load_master_weights()
-    logits = ours.stream.logits(ours.run_layers(TOKENS))
+    logits = ours.stream.compute_logits(ours.run_layers(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
     assert_close(logits, expected, atol=2e-5, rtol=2e-5)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
@@ -150,10 +150,10 @@ def test_losses_of_next_tokens_and_of_distillation():
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     ours = task_of(tiny_family("llama"))
-    ours.error()
+    ours.measure_error()
     with torch.no_grad():
         student = stock_model(tiny_family("llama"))(input_ids=TOKENS, use_cache=False).logits
-        teacher = ours.stream.logits(ours.held_out.states)
+        teacher = ours.stream.compute_logits(ours.held_out.states)
     loss = float(next_token_loss(student, TOKENS))
     assert ours.figures == pytest.approx(
         {

@@ -66,7 +66,7 @@ def test_the_candidate_with_the_least_error_is_taken():
         rotary=ROTARY,
         context=100,
         statistics=statistics(8),
-        error=lambda folded: (folded.k - wanted.k).norm().item(),
+        measure_error=lambda folded: (folded.k - wanted.k).norm().item(),
         kv_heads=4,
         std=0.0,
         seed=0,

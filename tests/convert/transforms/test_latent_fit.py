@@ -59,7 +59,7 @@ def test_kernels_are_moments_at_random_distances_and_their_adjoints():
     _, kernel = als.make_rotation_moments(DistanceMixture(profile, 9), *frequencies)
     mean = x.mean(0)
     product = rows @ torch.cov(x.mT, correction=0) @ keys.mT
-    (found,) = kernel.apply(product, rows @ mean, keys @ mean)
+    (found,) = kernel.rotate_moment(product, rows @ mean, keys @ mean)
     torch.testing.assert_close(found, expected - torch.outer(left, right))
 
     weight = normal(4, 7, 3)

@@ -79,7 +79,7 @@ def changed(weights: AttentionWeights, change: Callable[[Tensor], Tensor]) -> At
     """``change`` applied to all that is stored by key/value head."""
     stored = {name: getattr(weights, name) for name in ("k", "v", "k_bias", "v_bias")}
     changes = {name: change(rows) for name, rows in stored.items() if rows is not None}
-    norm = weights.k_norm and weights.k_norm.map(change)
+    norm = weights.k_norm and weights.k_norm.map_tensors(change)
     return replace(weights, **changes, k_norm=norm)
 
 
@@ -114,7 +114,7 @@ def error(found: AttentionWeights, wanted: AttentionWeights) -> float:
 def test_groups_of_one_keep_every_bit(biases: str):
     weights = make(8, 4, biases=biases)
     folded = fold(weights, [[0], [1], [2], [3]])
-    for name, wanted in vars(weights.map(Tensor.float)).items():
+    for name, wanted in vars(weights.map_tensors(Tensor.float)).items():
         found = getattr(folded, name)
         assert (wanted is None and found is None) or torch.equal(found, wanted), name
 

@@ -13,7 +13,7 @@ from kvfold.convert.uptrain import uptraining
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import (
     STATE,
-    draw_tokens,
+    draw_uptraining_tokens,
     prepare_training_folder,
     read_side_files,
     uptrain_checkpoint,
@@ -32,7 +32,7 @@ def request_(model, tmp_path):
     request = UptrainRequest(model=model, out=tmp_path / "out", text=tmp_path / "text.txt")
     assert resume(request) is None
     for step in (4, 8):
-        checkpoint = request.work / f"checkpoint-{step}"
+        checkpoint = request.training_folder / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / STATE).write_text("{}")
     return request
@@ -46,18 +46,18 @@ def resume(request):
 
 def test_a_checkpoint_that_is_not_complete_gives_way_to_the_one_before(request_):
     assert resume(request_) == "checkpoint-8"
-    (request_.work / "checkpoint-8" / STATE).write_text("{")
+    (request_.training_folder / "checkpoint-8" / STATE).write_text("{")
     assert resume(request_) == "checkpoint-4"
-    (request_.work / "checkpoint-4" / STATE).unlink()
+    (request_.training_folder / "checkpoint-4" / STATE).unlink()
     assert resume(request_) is None
-    assert not list(request_.work.glob("checkpoint-*"))
+    assert not list(request_.training_folder.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("name", [".", "request.json", "checkpoint-8", f"checkpoint-8/{STATE}"])
 def test_links_are_not_followed(request_, name):
-    path = request_.work / name
-    path.rename(request_.work.parent / "elsewhere")
-    path.symlink_to(request_.work.parent / "elsewhere")
+    path = request_.training_folder / name
+    path.rename(request_.training_folder.parent / "elsewhere")
+    path.symlink_to(request_.training_folder.parent / "elsewhere")
     with pytest.raises(InputError, match="contains links"):
         resume(request_)
 
@@ -74,28 +74,28 @@ def test_other_options_and_changed_files_are_refused_and_discard_nothing(
             file.write("\n")
     with pytest.raises(InputError, match="--fresh"):
         resume(request)
-    assert (request_.work / "checkpoint-8").exists()
+    assert (request_.training_folder / "checkpoint-8").exists()
     assert resume(replace(request, fresh=True)) is None
 
 
 def test_a_folder_that_no_run_wrote_is_left_alone(request_):
     for content in ("[", '{"prompt": "hello"}', None):
-        (request_.work / "request.json").unlink()
+        (request_.training_folder / "request.json").unlink()
         if content is not None:
-            (request_.work / "request.json").write_text(content)
+            (request_.training_folder / "request.json").write_text(content)
         with pytest.raises(
             InputError, match=r"request.json: not valid JSON|contains links or files"
         ):
             resume(replace(request_, fresh=True))
-    assert len(list(request_.work.iterdir())) == 2
+    assert len(list(request_.training_folder.iterdir())) == 2
 
 
 def test_a_file_in_place_of_the_folder_is_left_alone(request_):
-    shutil.rmtree(request_.work)
-    request_.work.write_text("mine")
+    shutil.rmtree(request_.training_folder)
+    request_.training_folder.write_text("mine")
     with pytest.raises(InputError, match="something else"):
         resume(request_)
-    assert request_.work.read_text() == "mine"
+    assert request_.training_folder.read_text() == "mine"
 
 
 def test_an_interrupted_run_says_what_is_kept(request_, monkeypatch):
@@ -110,7 +110,7 @@ def test_an_interrupted_run_says_what_is_kept(request_, monkeypatch):
 
 def test_two_runs_to_one_output(request_):
     with (
-        lock_output(request_.work),
+        lock_output(request_.training_folder),
         pytest.raises(InputError, match=r"out.training is being written by another run"),
     ):
         uptrain_checkpoint(request_)
@@ -128,7 +128,7 @@ def test_held_out_text_is_never_trained_on(request_, model, tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(400))))
     sizes = {"seq_len": 32, "batch_tokens": 32, "eval_sequences": 5}
     request = replace(request_, **sizes, steps=200)
-    drawn = draw_tokens(request, open_checkpoint(str(model)), 2048)
+    drawn = draw_uptraining_tokens(request, open_checkpoint(str(model)), 2048)
     training, held_out = (list(map(tuple, tokens.tolist())) for tokens in drawn)
     epoch = len({*training})
     assert len({*held_out}) == 5

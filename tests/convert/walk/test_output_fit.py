@@ -46,7 +46,7 @@ def test_a_layer_makes_up_for_its_own_values(case, step):
     source = weights_of(case)
     other = replace(source, v=source.v * 1.5)
     fitted = refit_output_projection(step, other, UNCHANGED)
-    assert step.error(fitted) < 0.2 * step.error(other)
+    assert step.measure_error(fitted) < 0.2 * step.measure_error(other)
 
 
 def test_a_layer_makes_up_for_those_before_it(case):
@@ -57,12 +57,12 @@ def test_a_layer_makes_up_for_those_before_it(case):
         broken = weights_of(case)
         torch.manual_seed(0)
         noise = 0.2 * torch.randn_like(broken.v)
-        next(steps).advance(named(0, replace(broken, v=broken.v + noise)))
+        next(steps).advance_student(named(0, replace(broken, v=broken.v + noise)))
         step = next(steps)
         source = weights_of(case, 1)
         fitted = refit_output_projection(step, source, UNCHANGED) if fits else source
         assert torch.equal(fitted.v, source.v)
-        step.advance(named(1, fitted))
+        step.advance_student(named(1, fitted))
         states = [output.states for output in step.teacher.outputs]
         left[fits] = sum(map(sum_squares, map(torch.sub, states, step.held_out)))
     assert left[True] < left[False]

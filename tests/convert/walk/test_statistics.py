@@ -26,8 +26,8 @@ def test_gram_and_mean_equal_float64(width):
     accumulator = StatisticsAccumulator()
     for part in parts:
         query, key = torch.randn(2, len(part), 1, 11, 4)
-        accumulator.add(output(part, query, key, scale=0.5))
-    found = accumulator.result()
+        accumulator.add_batch(output(part, query, key, scale=0.5))
+    found = accumulator.average_batches()
     rows = torch.cat([part.flatten(0, 1) for part in parts]).double()
     assert found.tokens == 88
     assert found.gram.dtype == found.mean.dtype == torch.float64
@@ -45,14 +45,14 @@ def test_profiles_and_received_attention_average_over_sequences(window, softcap)
     inputs = torch.randn(5, 9, 3)
     accumulator = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
-        accumulator.add(
+        accumulator.add_batch(
             output(inputs[part], query[part], key[part], scale=0.7, window=window, softcap=softcap)
         )
     distance = torch.arange(9)[:, None] - torch.arange(9)
     seen = (distance >= 0) & (distance < (window or 9))
     weights = attention_maps(query.double(), key.double(), 0.7, seen, softcap)
     mean = weights.mean(0)
-    found = accumulator.result()
+    found = accumulator.average_batches()
     profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(9)], -1) / 9
     assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
     rows = inputs.flatten(0, 1).double()
@@ -74,10 +74,10 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs():
     plain = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
         for each in (accumulator, plain):
-            each.add(output(inputs[part], query[part], key[part], scale=0.5))
-    found = accumulator.result()
-    assert plain.result().normed is None
-    assert torch.equal(found.gram, plain.result().gram)
+            each.add_batch(output(inputs[part], query[part], key[part], scale=0.5))
+    found = accumulator.average_batches()
+    assert plain.average_batches().normed is None
+    assert torch.equal(found.gram, plain.average_batches().gram)
     x = inputs.flatten(0, 1).double()
     queries, keys = (
         torch.einsum("hde,ne->nhd", weight.double(), x) for weight in (weights.q, weights.k)

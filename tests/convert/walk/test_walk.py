@@ -44,8 +44,8 @@ def test_the_error_of_a_candidate_is_that_of_the_stock_attention(case):
             for m in (case.source, case.student)
         )
         error = (expected - actual).square().sum() / expected.square().sum()
-        assert step.error(case.layer(step.index)) == pytest.approx(float(error), rel=1e-4)
-        step.advance(case.layer(step.index))
+        assert step.measure_error(case.layer(step.index)) == pytest.approx(float(error), rel=1e-4)
+        step.advance_student(case.layer(step.index))
 
 
 def test_an_unchanged_layer_is_the_sources(case):
@@ -55,7 +55,7 @@ def test_an_unchanged_layer_is_the_sources(case):
         assert all(map(torch.equal, step.teacher.calibration, step.calibration))
         step.advance_student_unchanged()
     for step in one:
-        step.advance(case.layer(1)) if step.index == 1 else step.advance_student_unchanged()
+        step.advance_student(case.layer(1)) if step.index == 1 else step.advance_student_unchanged()
     assert (skipped.measure_drift().kl, skipped.measure_drift().agreement) == (0, 1)
     assert 0 < one.measure_drift().kl < measured(case).kl
 
