@@ -58,7 +58,9 @@ class KvfoldError(Exception):
         return "\n".join(lines)
 
     def with_prefix(self, prefix: str) -> Self:
-        """The same error, with ``prefix`` and a colon in front of its message."""
+        """The same error, with ``prefix`` and a colon in front of its message if it has none."""
+        if self.message.startswith(f"{prefix}: "):
+            return self
         return type(self)(f"{prefix}: {self.message}", self.details, field=self.field)
 
 
@@ -94,6 +96,12 @@ def escape_text(text: str) -> str:
 def shorten_repr(value: Any) -> str:
     """The ``repr`` of a value from a file; the middle is left out if it is long."""
     return _REPR.repr(value)
+
+
+def list_some(names: Sequence[str]) -> str:
+    """The first three of ``names``, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 ADVICE = {

@@ -61,7 +61,9 @@ class Checkpoint:
     ``paths`` maps weight files to their real paths; empty if only headers were fetched.
     ``states`` describes every local file before it was read.
     ``legacy`` is True if the weights are pickled.
-    ``digests`` has the SHA-256 of each tensor's bytes, once the tensor has been read.
+    ``digests`` has the SHA-256 of each tensor's bytes by `TensorInfo.name`, once it has been read.
+    ``stored`` has all tensors as the files name them where ``tensors`` has been renamed.
+    ``notes`` are sentences for the user about what is not converted.
     """
 
     folder: Path
@@ -73,6 +75,8 @@ class Checkpoint:
     states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
     legacy: bool = False
     digests: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, TensorInfo] | None = None
+    notes: tuple[str, ...] = ()
     # the tensors of the legacy file that was read last
     _loaded: dict[Path, dict[str, "torch.Tensor"]] = field(default_factory=dict)
 
@@ -120,6 +124,12 @@ class Checkpoint:
         """Yield the elements of the tensor ``name`` in order, as 1-D CPU tensors of at most
         ``elements`` elements each. If ``elements`` is None, the whole tensor is one chunk.
         """
+        yield from self._read_chunks(self.tensors[name], elements)
+
+    def _read_chunks(self, info: TensorInfo, elements: int | None) -> "Iterator[torch.Tensor]":
+        """Yield the elements of the tensor at ``info``, as `read_tensor_chunks` does, and add its
+        SHA-256 to ``digests``.
+        """
         import torch
 
         from kvfold.convert.checkpoint.tensors import (
@@ -128,23 +138,22 @@ class Checkpoint:
             view_as_bytes,
         )
 
-        info = self.tensors[name]
         path = self.paths[info.file]
         if self.legacy:
             if path not in self._loaded:
                 self._loaded.clear()
                 self._loaded[path] = load_pickled_state(path)
-            flat = self._loaded[path][name].detach().reshape(-1)
+            flat = self._loaded[path][info.name].detach().reshape(-1)
             chunks = iter(torch.split(flat, elements or max(1, len(flat))))
         else:
             chunks = read_tensor_chunks(path, info, elements)
-        digest = None if name in self.digests else hashlib.sha256()
+        digest = None if info.name in self.digests else hashlib.sha256()
         for chunk in chunks:
             if digest is not None:
                 digest.update(view_as_bytes(chunk))
             yield chunk
         if digest is not None:
-            self.digests[name] = digest.hexdigest()
+            self.digests[info.name] = digest.hexdigest()
 
     def read_bytes_as(self, name: str, dtype: str) -> Iterator[memoryview]:
         """Yield the bytes of the tensor ``name`` in order, cast to the safetensors ``dtype``, a few
@@ -166,9 +175,9 @@ class Checkpoint:
         Reads the tensors that were not read yet.
         """
         lines = [f"{self.config_hash} {CONFIG}\n"]
-        for name, info in sorted(self.tensors.items()):
+        for name, info in sorted((self.stored or self.tensors).items()):
             if name not in self.digests:
-                for _ in self.read_tensor_chunks(name, STEP):
+                for _ in self._read_chunks(info, STEP):
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -305,7 +305,7 @@ class ShardWriter:
                 f" {position - location.start} bytes"
             )
         elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
-            checkpoint.digests[name] = digest.hexdigest()
+            checkpoint.digests[checkpoint.tensors[name].name] = digest.hexdigest()
         self.written.add(tensor.name)
 
     def sync(self) -> None:

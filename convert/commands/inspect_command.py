@@ -93,6 +93,7 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
             "cache",
             f"{cache.cache_elements} elements per token per layer, {', '.join(sizes)}",
         ),
+        *(("warning", note) for note in inspection.notes),
         *(("no MLA", reason) for reason in inspection.not_mla),
         *(("engines", support.to_text()) for support in inspection.engines),
     ]

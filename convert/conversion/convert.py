@@ -3,6 +3,7 @@
 Modules that import torch or transformers, which takes seconds, are imported where they are used.
 """
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -56,6 +57,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
+        for note in () if request.quiet else plan.checkpoint.notes:
+            print(f"warning: {note}", file=sys.stderr)
         check_memory(plan)
         with output.open_run_folder(plan) as folder:
             calibration = None

@@ -23,9 +23,10 @@ from kvfold.convert.checkpoint.members import (
 )
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import Shard, assign_shards
-from kvfold.convert.errors import InputError, option_error
+from kvfold.convert.errors import InputError, list_some, option_error
 from kvfold.convert.families.model import Model, ModelSizes, make_model
 from kvfold.convert.families.schema import ROLES, Role
+from kvfold.convert.families.stored_tensors import list_unused_tensors, match_stored_tensors
 from kvfold.convert.methods.registry import Method, find_method_without_text
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.custom_code import needs_custom_code, plan_custom_fold
@@ -106,20 +107,16 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     With a budget, the largest split stands in for all until one is chosen. Raises InputError if the
     tensors do not match config.json or the target is not possible.
     """
-    model = make_model(checkpoint.config, checkpoint.tensors)
-    problems = model.list_tensor_problems(checkpoint.tensors)
-    if not problems:  # buffers beside weights and biases may hold whole numbers
-        problems = [
-            f"wrong dtype: {name} is {checkpoint.tensors[name].dtype}; it must be a float"
-            for name in model.tensors
-            if checkpoint.tensors[name].dtype not in FLOAT_DTYPES
-        ]
-    if problems:
+    model, checkpoint = match_model(checkpoint)
+    wrong = [
+        f"{name} is {checkpoint.tensors[name].dtype}"
+        for name in model.tensors  # buffers beside weights and biases may hold whole numbers
+        if checkpoint.tensors[name].dtype not in FLOAT_DTYPES
+    ]
+    if wrong:
         raise InputError(
-            f"{checkpoint.origin}: the tensors do not match config.json (model_type"
-            f" {model.family.model_type!r}); check that the weights and config.json are from the"
-            " same model",
-            problems,
+            f"{checkpoint.origin}: weights must be floats, but {list_some(wrong)}; use a checkpoint"
+            " whose weights are not quantized"
         )
     model.check_config_values()
     request = request.resolve_auto_length(model.geometry.positions)
@@ -138,6 +135,40 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     if request.budget is not None:
         plan = replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
     return plan
+
+
+def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Model, Checkpoint]:
+    """Return the model in ``checkpoint``, and the checkpoint with its tensors by the names of the
+    model's class. It lacks the tensors that the class does not load, as its ``notes`` say. Without
+    ``model``, config.json describes it.
+
+    Raises InputError if a tensor is missing, unknown or of another shape than config.json says.
+    """
+    model = model or make_model(checkpoint.config, checkpoint.tensors)
+    tensors = match_stored_tensors(model, checkpoint.tensors, split=not checkpoint.legacy)
+    notes = list(checkpoint.notes)
+    if unused := list_unused_tensors(model, tensors):
+        notes.append(
+            f"{checkpoint.origin}: {model.family.architecture} with {model.geometry.layers} layers"
+            f" does not load {list_some(unused)}; left out"
+        )
+        for name in unused:
+            del tensors[name]
+    origin = f"{checkpoint.origin}: the tensors do not match config.json"
+    heads = model.names_by_role.get(("head", None), ())
+    if heads and {*model.tensors} - {*tensors} == {*heads}:
+        raise InputError(
+            f"{origin}: {heads[0]} is missing, and tie_word_embeddings is false; use the model with"
+            " its language-modeling head, or set tie_word_embeddings to true if the embedding is"
+            " its head"
+        )
+    if problems := model.list_tensor_problems(tensors):
+        raise InputError(
+            f"{origin} (model_type {model.family.model_type!r}): {'; '.join(problems)}; check that"
+            " the weights and config.json are from the same model"
+        )
+    stored = checkpoint.stored or checkpoint.tensors
+    return model, replace(checkpoint, tensors=tensors, stored=stored, notes=tuple(notes))
 
 
 def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, list_some
 from kvfold.convert.families.family import (
     WRAPPERS,
     find_family,
@@ -221,16 +221,6 @@ class Model:
         how = self.layers[layer]
         return compute_frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
-    def with_stored_names(self, names: Collection[str]) -> "Model":
-        """The same model, with tensor names as in the files: without the family's prefix if
-        ``names``, the names in the files, have none.
-        """
-        prefix = self.family.prefix
-        if not names or any(name.startswith(prefix) for name in names):
-            return self
-        family = self.family.rename_tensors(lambda name: name.removeprefix(prefix))
-        return Model(family, self.config, self.tower)
-
     def check_config_values(self) -> None:
         """Raise InputError if any value in the config has the wrong type, even if this model does
         not use it.
@@ -243,18 +233,17 @@ class Model:
         _ = self.layers
 
     def list_tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
-        """One line for each tensor that is missing from ``stored``, has the wrong shape, or is
-        unknown. ``stored`` contains objects with a shape, by tensor name.
+        """At most three phrases, about the tensors that are missing from ``stored``, have the wrong
+        shape, or are unknown. ``stored`` contains objects with a shape, by tensor name.
         """
-        problems = []
+        missing = []
+        wrong = []
         for name, tensor in self.tensors.items():
+            expected = list(tensor.shape)
             if name not in stored:
-                problems.append(f"missing: {name} {list(tensor.shape)}")
-            elif tuple(stored[name].shape) != tensor.shape:
-                problems.append(
-                    f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says"
-                    f" {list(tensor.shape)}"
-                )
+                missing.append(f"{name} {expected}")
+            elif list(stored[name].shape) != expected:
+                wrong.append(f"{name} is {list(stored[name].shape)} instead of {expected}")
         # Published files hold buffers that older classes stored and today's do not read (masks,
         # inverse frequencies).
         tolerated = "|".join(
@@ -264,11 +253,15 @@ class Model:
         )
         # The tensors of a wrapper outside its language model are copied whatever they are.
         tower = self.tower or ""
-        for name in stored:
-            known = name in self.tensors or re.fullmatch(tolerated, name)
-            if not known and name.startswith(tower):
-                problems.append(f"unknown: {name} {list(stored[name].shape)}")
-        return problems
+        unknown = [
+            f"{name} {list(stored[name].shape)}"
+            for name in stored
+            if name not in self.tensors
+            and not re.fullmatch(tolerated, name)
+            and name.startswith(tower)
+        ]
+        problems = {"missing": missing, "wrong shape": wrong, "unknown": unknown}
+        return [f"{kind}: {list_some(names)}" for kind, names in problems.items() if names]
 
     def _scope_values_to_layer(self, index: int) -> ConfigValues:
         """The config's values for expressions about layer ``index``: with ``layer``, ``layer_type``
@@ -349,12 +342,11 @@ def make_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     """The model that a config.json describes; for a multimodal one, its language model. ``names``
     are the tensor names in the files.
 
-    ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises
-    ``InputError`` if the family is not supported.
+    ``names`` is needed for wrappers. Raises ``InputError`` if the family is not supported.
     """
     family = find_family(config)
     if find_text_type(config) is None:
-        return Model(family, config).with_stored_names(names)
+        return Model(family, config)
     prefixes = find_wrapper_prefixes(names)
     kind = config["model_type"]
     # The language model goes by the wrapper's name in messages and cards.

@@ -13,7 +13,7 @@ from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers_only
-from kvfold.convert.conversion.plan import list_kv_heads
+from kvfold.convert.conversion.plan import list_kv_heads, match_model
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
     find_text_type,
@@ -21,7 +21,7 @@ from kvfold.convert.families.family import (
     read_architectures,
     read_text_config,
 )
-from kvfold.convert.families.model import Model, make_model
+from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import read_rope_parameters
 from kvfold.convert.targets.custom_code import (
     BLOCK,
@@ -105,6 +105,7 @@ class Inspection:
     engines: which engines serve a converted model.
     targets: the targets of a source; empty for MLA and layout ``kvfold``.
     not_mla: the reasons why a source cannot become MLA.
+    notes: what a conversion leaves out.
     """
 
     model: str
@@ -131,6 +132,7 @@ class Inspection:
     engines: list[EngineSupport] = field(default_factory=list)
     targets: list[TargetCache] = field(default_factory=list)
     not_mla: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
@@ -168,8 +170,7 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
         return _inspect_stock_mla(checkpoint, language)
     if get_source_type(config) is not None:
         return _inspect_kvfold_result(checkpoint)
-    source = make_model(config, checkpoint.tensors)
-    _check_tensor_shapes(checkpoint, source)
+    source, checkpoint = match_model(checkpoint)
     facts = _describe_model(checkpoint, source, describe_folded_model(source))
     not_mla = [] if needs_custom_code(source) else list_stock_problems(source)
     targets = propose_targets(source, facts["dtype"])
@@ -186,9 +187,7 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
             f"config.json: model_type {config['model_type']!r} is unknown to kvfold, or the object"
             f" {BLOCK!r} is missing; convert the source again"
         )
-    source = Model(load_family(kind), {**config, "model_type": kind}).with_stored_names(
-        checkpoint.tensors
-    )
+    source = Model(load_family(kind), {**config, "model_type": kind})
     if "kv_rank" in block:
         rank, rope_dim = _read_whole_numbers(block, ("kv_rank", "rope_dim"))
         size = source.geometry
@@ -202,7 +201,7 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
         facts["head_dim"] += rope_dim
     else:
         (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
-        _check_tensor_shapes(checkpoint, make_grouped_model(source, kv_heads))
+        _, checkpoint = match_model(checkpoint, make_grouped_model(source, kv_heads))
         result = describe_folded_model(source, kv_heads)
         facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
         facts["attention"] = format_attention_label(source.geometry.heads, kv_heads)[:3]
@@ -268,17 +267,6 @@ def _check_latent_shapes(
         )
 
 
-def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
-    """Raise InputError with every tensor that is missing, unknown or of another shape than the
-    config says.
-    """
-    if problems := model.list_tensor_problems(checkpoint.tensors):
-        raise InputError(
-            "its tensors do not match its config.json; check that both are from the same model",
-            problems,
-        )
-
-
 def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -> dict[str, Any]:
     """The fields of an `Inspection` that follow from the family, the config and the tensors, as
     keyword arguments; ``result`` determines the cache size.
@@ -319,6 +307,7 @@ def _describe_files(
     dtype = max(sizes, key=sizes.__getitem__, default="F32")
     return {
         "model": checkpoint.origin,
+        "notes": list(checkpoint.notes),
         "architecture": (read_architectures(checkpoint.config) or ["unknown"])[0],
         "dtype": dtype,
         "parameters": sum(math.prod(info.shape) for info in infos),

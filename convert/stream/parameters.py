@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, list_some
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.stock import (
     build_empty_model,
@@ -66,7 +66,9 @@ class WeightMap:
         """Find the stored tensors of each parameter by the renaming rules of transformers."""
         self.model = model
         self.expected: dict[str, Tensor] = dict(model.state_dict())
-        self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        # files have either of two tied parameters
+        self.tied: dict[str, str] = {**{source: target for target, source in tied.items()}, **tied}
         self.sources = _find_sources(model, self.expected, names)
         # a converter that splits covers several parameters
         self._covered = set(self.sources)
@@ -83,9 +85,10 @@ class WeightMap:
         """Return the `WeightSource` of each parameter whose name begins with ``prefix``. Raises
         InputError if the checkpoint lacks one of their tensors.
         """
-        sourced = self._covered | self.tied.keys()
         inside = [target for target in self.expected if target.startswith(prefix)]
-        missing = [target for target in inside if target not in sourced]
+        missing = [
+            target for target in inside if self._covered.isdisjoint({target, self.tied.get(target)})
+        ]
         if missing:
             raise self._make_missing_error(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
@@ -160,7 +163,7 @@ class WeightMap:
             try:
                 self.load_parameters(source, tensors.__getitem__, torch.float32, "meta")
             except InputError as error:
-                problems.append(error.message)
+                problems.append(error.message.partition("; ")[0])
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
                 problems.append(
@@ -175,9 +178,8 @@ class WeightMap:
         """
         if problems := self.list_mismatches(checkpoint.tensors):
             raise InputError(
-                f"{checkpoint.origin}: the tensors do not match config.json; check that both"
-                " are from the same model",
-                problems,
+                f"{checkpoint.origin}: the tensors do not match config.json: {list_some(problems)};"
+                " check that both are from the same model"
             )
 
 

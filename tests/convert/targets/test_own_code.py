@@ -296,8 +296,8 @@ def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
     save_file(stored, tmp_path / "source" / "model.safetensors", {"format": "pt"})
     out = convert(tmp_path / "source", tmp_path / "out", kv_heads=8)
     names = set(load_file(out / "model.safetensors"))
-    assert "h.0.attn.q_proj.weight" in names
-    assert "h.0.attn.bias" not in names
+    assert "transformer.h.0.attn.q_proj.weight" in names
+    assert "transformer.h.0.attn.bias" not in names
     with torch.no_grad():
         torch.testing.assert_close(
             stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE

@@ -1,0 +1,92 @@
+"""The stored tensors of a checkpoint by the names of its model's class.
+
+Stock transformers also reads files that name their tensors in other ways: without the prefix of the
+base model, a tied head in place of the embedding, all experts of a layer in one tensor, and with
+tensors that the class does not load.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvfold.convert.families.model import Model
+
+# Heads that predict several tokens ahead, whose names have a component such as ``mtp_layers``
+_PREDICTION_HEAD = re.compile(r"(^|\.)mtp[._]")
+
+
+def match_stored_tensors(
+    model: Model, stored: Mapping[str, Any], split: bool = True
+) -> dict[str, Any]:
+    """Return ``stored`` (a `TensorInfo` for each name in the files) by the names of the model's
+    class, in the order of the files. Names that nothing explains stay as they are.
+
+    With ``split``, a tensor of all experts becomes one `TensorInfo` per expert, each a range of the
+    stored bytes.
+    """
+    family = model.family
+    prefix = family.prefix
+    if model.tower is None and not any(name.startswith(prefix) for name in stored):
+        heads = {spec.name for spec in family.tensors.values() if not spec.name.startswith(prefix)}
+        stored = {name if name in heads else prefix + name: info for name, info in stored.items()}
+    renamed = dict(_list_other_names(model, stored)) if stored else {}
+    matched: dict[str, Any] = {}
+    for name, info in stored.items():
+        names = renamed.get(name, (name,))
+        if len(names) == 1:
+            matched[names[0]] = info
+            continue
+        shapes = [model.tensors[part].shape for part in names]
+        sizes = sum(map(math.prod, shapes)), shapes[0][-1]
+        if not split or (math.prod(info.shape), info.shape[-1]) != sizes:
+            matched[name] = info
+            continue
+        step = info.nbytes // len(names)
+        for at, (part, shape) in enumerate(zip(names, shapes, strict=True)):
+            start = info.start + at * step
+            matched[part] = replace(info, name=part, shape=shape, start=start, end=start + step)
+    return matched
+
+
+def _list_other_names(
+    model: Model, stored: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each name in the files that differs from the class's names, and the class's names of
+    the tensors that it contains, in order.
+    """
+    names = model.names_by_role
+    embedding = names["embedding", None]
+    head = model.family.tensors.get("head")
+    if head is not None:
+        tied = model.block.tied and embedding[0] not in stored
+        # transformers 5 calls every head lm_head unless it is told to keep the original format
+        for name in (head.name, "lm_head.weight"):
+            yield name, embedding if tied else (head.name,)
+    # and saves all experts together
+    for layer in model.layers:
+        if ("expert_gate", layer.index) in names:
+            root = model.family.attention.module.partition("{layer}")[0]
+            mlp = f"{root}{layer.index}.mlp"
+            gates = names["expert_gate", layer.index]
+            pairs = zip(gates, names["expert_up", layer.index], strict=True)
+            yield f"{mlp}.gate.weight", names["router", layer.index]
+            yield f"{mlp}.experts.gate_up_proj", tuple(name for pair in pairs for name in pair)
+            yield f"{mlp}.experts.down_proj", names["expert_down", layer.index]
+
+
+def list_unused_tensors(model: Model, names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that the stock class leaves unread: of layers beyond the number in
+    config.json, and of heads that predict several tokens ahead.
+    """
+    root = re.escape(model.family.attention.module.partition("{layer}")[0])
+    unused = []
+    for name in names:
+        if name in model.tensors or not name.startswith(model.tower or ""):
+            continue
+        layer = re.match(rf"{root}(\d{{1,9}})\.", name)
+        beyond = layer is not None and int(layer[1]) >= model.geometry.layers
+        if beyond or _PREDICTION_HEAD.search(name):
+            unused.append(name)
+    return unused

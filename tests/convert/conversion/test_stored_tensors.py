@@ -1,0 +1,156 @@
+"""Sources whose files name tensors in other ways than the class: what stock transformers reads is
+converted as if it had the usual names, everything else is refused in one line.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers.checkpoints import convert, full_split, read_json, run_conversion, tensors
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert import inspect_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.measure.drift import open_layer_stream
+
+TIED = ["qwen3", "opt", "falcon"]
+
+
+def rewrite(source, folder, change):
+    """``folder`` with the files of ``source``, whose tensors are changed by ``change``."""
+    folder.mkdir()
+    for file in source.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    save_file(change(tensors(source)), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def drop_embedding(model, stored):
+    """``stored`` with the tied head in place of the embedding."""
+    (embedding,) = (
+        name
+        for name, value in model.named_parameters()
+        if value is model.get_input_embeddings().weight
+    )
+    head = next(
+        name for name, value in model.named_modules() if value is model.get_output_embeddings()
+    )
+    return {
+        f"{head}.weight" if name == embedding else name: value for name, value in stored.items()
+    }
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_a_tied_head_in_place_of_the_embedding(tiny_family, tmp_path, family):
+    source = tiny_family(family, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    other = rewrite(source, tmp_path / "head", lambda stored: drop_embedding(model, stored))
+    assert tensors(other).keys() != tensors(source).keys()
+    for name, folder in (("a", source), ("b", other)):
+        run_conversion(folder, tmp_path / name, to="mqa", method="mean")
+    made = tensors(tmp_path / "b")
+    expected = tensors(tmp_path / "a")
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+    record = read_json(tmp_path / "b" / "kvfold.json")
+    assert record["source"]["sha256"] == open_checkpoint(other).compute_model_digest()
+    tokens = torch.arange(3, 12)[None]
+    streams = [
+        open_layer_stream(open_checkpoint(folder), torch.device("cpu"), "float32")
+        for folder in (source, other)
+    ]
+    assert torch.equal(*[stream.logits(stream.embed(tokens)) for stream in streams])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+def test_experts_in_one_tensor_as_transformers_saves_them(tiny_family, tmp_path, family):
+    source = tiny_family(family, sliding_window=None, use_sliding_window=False)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors(tmp_path / "fused"))
+    options = {"to": "mqa", "method": "mean"}
+    runs = [("a", options)]
+    if family == "mixtral":
+        runs.append(("b", full_split(source, 1) | {"allow_growth": True}))
+    for name, options in runs:
+        for folder in (source, tmp_path / "fused"):
+            run_conversion(folder, tmp_path / f"{name}-{folder.name}", **options)
+        made = tensors(tmp_path / f"{name}-fused")
+        expected = tensors(tmp_path / f"{name}-{source.name}")
+        assert made.keys() == expected.keys()
+        assert all(torch.equal(made[name], expected[name]) for name in made)
+
+
+def test_a_head_with_the_name_that_transformers_gives_all_heads(tiny_family, tmp_path):
+    source = tiny_family("gpt_neox")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    assert "lm_head.weight" in tensors(tmp_path / "new")
+    made = tensors(convert(tmp_path / "new", tmp_path / "a", 2))
+    expected = tensors(convert(source, tmp_path / "b", 2))
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_names_without_the_prefix_of_the_base_model(tiny_family, tmp_path, family):
+    source = tiny_family(family, tie_word_embeddings=True)
+    inner = rewrite(
+        source,
+        tmp_path / "inner",
+        lambda stored: {
+            re.sub(r"^(model|transformer)\.", "", name): stored[name] for name in stored
+        },
+    )
+    for folder in (source, inner):
+        run_conversion(folder, tmp_path / f"of-{folder.name}", to="mqa", method="mean")
+    made = tensors(tmp_path / "of-inner")
+    expected = tensors(tmp_path / f"of-{source.name}")
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in made)
+
+
+@pytest.mark.parametrize(
+    "extra", ["model.layers.2.mlp.up_proj.weight", "model.mtp_layers.0.eh_proj", "mtp.fc"]
+)
+def test_tensors_that_the_class_does_not_load_are_left_out_and_named(
+    tiny_family, tmp_path, capsys, extra
+):
+    source = tiny_family("llama")
+    more = rewrite(source, tmp_path / "more", lambda stored: stored | {extra: torch.ones(2, 2)})
+    convert(more, tmp_path / "out", 2, quiet=False)
+    assert extra in capsys.readouterr().err
+    assert tensors(tmp_path / "out").keys() == tensors(source).keys()
+    (note,) = inspect_checkpoint(more).notes
+    assert extra in note
+
+
+def test_problems_are_one_line_with_three_names_and_a_count(tiny_family, tmp_path, refused):
+    source = tiny_family("llama")
+    other = rewrite(
+        source, tmp_path / "other", lambda stored: {f"x.{name}": stored[name] for name in stored}
+    )
+    with refused() as caught:
+        inspect_checkpoint(other)
+    assert not caught.value.details
+    more = len(tensors(source)) - 3
+    assert caught.value.message.count(f"and {more} more") == 2  # missing and unknown
+
+
+def test_a_missing_head_is_named_with_its_way_out(tiny_family, tmp_path, refused):
+    source = tiny_family("llama", tie_word_embeddings=False)
+    bare = rewrite(
+        source,
+        tmp_path / "bare",
+        lambda stored: {name: stored[name] for name in stored if name != "lm_head.weight"},
+    )
+    with refused() as caught:
+        inspect_checkpoint(bare)
+    assert "tie_word_embeddings" in caught.value.message
+    config = read_json(bare / "config.json") | {"tie_word_embeddings": True}
+    (bare / "config.json").write_text(json.dumps(config))
+    assert inspect_checkpoint(bare).family == "llama"
+    assert load_file(bare / "model.safetensors").keys() == tensors(source).keys() - {
+        "lm_head.weight"
+    }
