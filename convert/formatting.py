@@ -1,10 +1,22 @@
-"""Bytes, tokens, durations and tables as text, and back; numbers that JSON can hold."""
+"""Bytes, tokens and durations as text, and back; tables, labeled lines and commands that fit the
+terminal; numbers that JSON can hold.
+"""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
+from kvfold.convert.errors import escape_text
+
+_COLUMNS = 100
+_LABEL = 9
+_NARROWEST = 20  # characters: columns of figures are never wrapped
+_JOINED = "\N{NO-BREAK SPACE}"  # textwrap does not break a line there
 _POWERS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -37,23 +49,62 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its first column left-aligned, the others right-aligned.
+def count_columns() -> int:
+    """The columns of the terminal, at most 100; 100 if the output is no terminal."""
+    return min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
 
-    In a row with fewer cells than the first row, the last cell may be a sentence and does not widen
-    its column.
+
+def wrap_text(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` characters. An option stays beside its value, and
+    words that are longer, such as paths, stay whole.
     """
-    widths = [0] * len(rows[0])
-    for row in rows:
-        for i, cell in enumerate(row if len(row) == len(widths) else row[:-1]):
-            widths[i] = max(widths[i], len(cell))
+    joined = re.sub(r"(--[\w-]+) (?!-)", rf"\1{_JOINED}", text)
+    lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_JOINED, " ") for line in lines]
+
+
+def format_labeled_rows(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
+    """Rows of ``(label, text)`` as aligned lines that fit the terminal; below them ``next_command``
+    on lines of its own, to copy into a shell. Rows without text are left out.
+    """
+    width = count_columns() - _LABEL
+    lines = []
+    for label, text in rows:
+        for line in wrap_text(escape_text(text), width):
+            lines.append(f"{label:<{_LABEL}}{line}")
+            label = ""
+    if next_command:
+        words = [shlex.quote(word).replace(" ", _JOINED) for word in next_command]
+        # Two columns each for the indentation and for the backslash.
+        command = wrap_text(" ".join(words), count_columns() - 4)
+        lines += ["next", "  " + " \\\n  ".join(command)]
+    return "\n".join(lines)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table that fits the terminal, its first column left-aligned, the others
+    right-aligned. Where it would be too wide, the cells of its widest columns wrap.
+
+    In a row with fewer cells than the first row, the last cell may be a sentence and takes the
+    width of the columns that it lacks.
+    """
+    count = len(rows[0])
+    complete = [row for row in rows if len(row) == count]
+    widths = [max(len(row[column]) for row in complete) for column in range(count)]
+    while sum(widths) + 2 * (count - 1) > count_columns() and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        if len(row) < len(widths):
-            cells[-1] = row[-1]
-        cells[0] = row[0].ljust(widths[0])
-        lines.append("  ".join(cells).rstrip())
+        spans = widths[: len(row)]
+        if len(row) < count:
+            spans[-1] = sum(widths[len(row) - 1 :]) + 2 * (count - len(row))
+        columns = [wrap_text(cell, width) or [""] for cell, width in zip(row, spans, strict=True)]
+        for cells in zip_longest(*columns, fillvalue=""):
+            aligned = [cell.rjust(width) for cell, width in zip(cells, spans, strict=True)]
+            aligned[0] = cells[0].ljust(spans[0])
+            if len(row) < count:
+                aligned[-1] = cells[-1]
+            lines.append("  ".join(aligned).rstrip())
     return lines
 
 

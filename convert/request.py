@@ -348,12 +348,12 @@ class SweepRequest(CalibratedRequest):
         multiple=True,
         rule="targets such as gqa:4,2 mqa mla:576,512+64",
     )
-    within: float = option(
-        0.01,
-        "Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is"
-        " recommended.",
+    within: float | None = option(
+        None,
+        "Largest acceptable rise in perplexity (0.05 is 5 %); default: the limits of the verdict"
+        ' "near the source". The smallest target within it is recommended.',
         metavar="X",
-        rule="a number above 0 and below 1; 0.01 accepts 1 % more perplexity",
+        rule="a number above 0 and below 1; 0.05 accepts 5 % more perplexity",
         check=lambda value: 0 < value < 1,
     )
     out: str | None = option(

@@ -19,8 +19,7 @@ from kvfold.convert.console import (
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_verdict
-from kvfold.convert.conversion.results import format_labeled_rows
-from kvfold.convert.formatting import format_table
+from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources
 

@@ -11,7 +11,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
-from kvfold.convert.formatting import format_table
+from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -52,12 +52,11 @@ def format_evaluation(evaluation: "Evaluation") -> str:
             difference = "the source guesses"
         means = (f"{row['source']:.3f}", f"{row['student']:.3f}")
         table.append((f"{row['task']}, {row['metric']}", str(row["documents"]), *means, difference))
-    lines = [
-        f"{evaluation.out} against {evaluation.model}",
-        f"text: {evaluation.text}",
-        "needle: right answers (guesses: 1 in 8); loss: nats per token, at these positions",
-        "differences are paired by document, with 95 % intervals",
-        "",
-        *format_table(table),
+    facts = [
+        ("eval", f"{evaluation.out} against {evaluation.model}"),
+        ("text", evaluation.text),
+        ("needle", "right answers (guesses: 1 in 8)"),
+        ("loss", "nats per token, at these positions"),
+        ("", "differences are paired by document, with 95 % intervals"),
     ]
-    return "\n".join(lines)
+    return "\n".join([format_labeled_rows(facts), "", *format_table(table)])

@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import STDOUT, print_result
-from kvfold.convert.conversion.results import format_labeled_rows
-from kvfold.convert.formatting import format_bytes, format_table
+from kvfold.convert.formatting import (
+    count_columns,
+    format_bytes,
+    format_labeled_rows,
+    format_table,
+    wrap_text,
+)
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.inspect import Inspection
@@ -48,7 +53,8 @@ def format_inspection(inspection: "Inspection") -> str:
         served.setdefault(", ".join(names) or "no engine", []).append(target.options)
     lines += [*format_table(rows), ""]
     for engines, options in served.items():
-        lines += [f"served by {engines}:", *(f"  {option}" for option in options)]
+        lines += wrap_text(f"served by {engines}:", count_columns())
+        lines += [f"  {option}" for option in options]
     lines.append("*: according to the engine's source code, not run; --json has the reasons")
     return "\n".join(lines)
 

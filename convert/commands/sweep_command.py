@@ -16,9 +16,9 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
-from kvfold.convert.conversion.results import format_labeled_rows
+from kvfold.convert.conversion.judgment import format_convert_command
 from kvfold.convert.errors import InputError
-from kvfold.convert.formatting import format_table
+from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.measure.sweep_targets import parse_targets
 from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -54,8 +54,9 @@ class _SweepCommand(click.Command):
 def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> None:
     """Fit and measure many targets of MODEL, the quickest first, without writing them.
 
-    Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time;
-    then the smallest target within the --within limit, and the command that converts to it.
+    Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, the
+    excess expected with --effort normal, time; then the smallest target within the limit, and the
+    command that converts to it.
     Statistics are stored in the temporary folder (TMPDIR) during the sweep. An interrupted sweep
     starts over.
     """
@@ -88,33 +89,25 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         )
     print_result(json_file, result.to_dict, summary)
     if request.out is not None:
-        if result.smallest_within_limit is None:
+        if (result.smallest_within_limit or result.smallest_after_training) is None:
             raise InputError(
                 f"{request.out}: nothing was written; {result.verdict}. Accept more with --within,"
                 " try larger --targets, or --refine auto",
                 field="within",
             )
-        converted = convert_checkpoint(
-            replace(result.smallest_within_limit.request, quiet=request.quiet)
-        )
+        converted = convert_checkpoint(replace(result.recommended, quiet=request.quiet))
         click.echo(f"\n{converted.summary()}", err=json_file == STDOUT)
 
 
 def summarize_sweep(sweep: "Sweep") -> str:
-    """The text for the terminal: the source and the text, a line per target, and the command that
-    converts to the smallest target within the limit.
+    """The text for the terminal: the source and the text, a line per target, and one command: it
+    converts to the smallest target within the limit, or trains the nearest one.
     """
     elements = f"{sweep.cache_elements} cache elements per token per layer"
     heading = [("source", f"{sweep.model}: {sweep.kind}, {elements}"), ("text", sweep.text)]
-    row = sweep.smallest_within_limit
-    if row is None:
-        # Polishing brings the nearest one nearer.
-        nearest = sweep.least_loss_row
-        command = replace(nearest, request=replace(nearest.request, refine=0)).command
-        command += ["--effort", "thorough"]
-    else:
-        command = row.command
-    verdict = format_labeled_rows([("verdict", sweep.verdict)], command)
-    return "\n".join(
-        [format_labeled_rows(heading), "", *format_table(sweep.format_rows()), "", verdict]
+    verdict = format_labeled_rows(
+        [("verdict", sweep.verdict)], format_convert_command(sweep.recommended)
     )
+    legend = "normal: the excess that --effort normal is expected to leave at most"
+    table = format_table(sweep.format_rows())
+    return "\n".join([format_labeled_rows(heading), "", *table, "", legend, "", verdict])

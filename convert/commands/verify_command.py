@@ -4,6 +4,7 @@ import click
 
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.formatting import format_labeled_rows
 from kvfold.convert.progress import ProgressStages
 
 
@@ -25,9 +26,12 @@ def verify(out: str, json_file: str | None) -> None:
     files = f"no {RECORD} with hashes to compare files to"
     if verification.files:
         files = f"{verification.files} files match {RECORD}"
-    summary = (
-        f"{verification.origin}: {files}; {verification.tensors} tensors match config.json, all"
-        f" {verification.elements:,} values are finite"
-    )
-    print_result(json_file, lambda: vars(verification), "" if verification.problems else summary)
+    rows = [
+        ("intact", verification.origin),
+        ("files", files),
+        ("tensors", f"{verification.tensors} tensors match config.json"),
+        ("values", f"all {verification.elements:,} are finite"),
+    ]
+    summary = "" if verification.problems else format_labeled_rows(rows)
+    print_result(json_file, lambda: vars(verification), summary)
     require_intact(verification)

@@ -2,10 +2,7 @@
 prints at its end: the output, the saved cache, the loss, the verdict and the next command.
 """
 
-import shlex
-import shutil
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfold.attention.drift.metrics import format_cache_saving, format_metrics
 from kvfold.convert import processes
-from kvfold.convert.conversion.judgment import format_verdict, judge_drift, suggest_next_command
+from kvfold.convert.conversion.judgment import (
+    NEAR,
+    expect_normal_effort,
+    format_verdict,
+    judge_drift,
+    suggest_next_command,
+)
 from kvfold.convert.conversion.memory import (
     estimate_needs,
     get_free_disk_bytes,
@@ -21,16 +24,12 @@ from kvfold.convert.conversion.memory import (
 )
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name, make_record
-from kvfold.convert.errors import escape_text
-from kvfold.convert.formatting import format_bytes, format_duration
+from kvfold.convert.formatting import format_bytes, format_duration, format_labeled_rows
 from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
 from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
-
-_COLUMNS = 100
-_LABEL = 9
 
 
 class BeforeAndAfter(NamedTuple):
@@ -127,24 +126,11 @@ class Conversion:
                 *(("by text", line) for line in format_losses_by_text(self.record)),
                 ("verdict", format_verdict(drift)),
             ]
+            expected = expect_normal_effort(plan.request, drift)
+            if expected is not None and self.verdict != NEAR:
+                left = f"{format_metrics(expected)}, {judge_drift(expected)}"
+                rows.append(("expected", f"{left}, with --effort normal"))
         return format_labeled_rows(rows, suggest_next_command(plan, drift))
-
-
-def format_labeled_rows(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
-    """Return rows of ``(label, text)`` as aligned lines of at most 100 columns, followed by
-    ``next_command`` as one line of shell code. Rows without text are left out.
-    """
-    width = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns) - _LABEL
-    lines = []
-    for label, text in rows:
-        for line in textwrap.wrap(
-            escape_text(text), width, break_long_words=False, break_on_hyphens=False
-        ):
-            lines.append(f"{label:<{_LABEL}}{line}")
-            label = ""
-    if next_command:
-        lines.append(f"{'next':<{_LABEL}}{shlex.join(next_command)}")
-    return "\n".join(lines)
 
 
 def describe_conversion(plan: Plan) -> str:

@@ -1,7 +1,6 @@
 """Plots for ``--report``; matplotlib is an optional extra."""
 
 import io
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,8 +113,8 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
 
 
 def plot_loss_by_cache(sweep: "Sweep") -> Plot:
-    """A plot of each target's excess loss against its cache size, with 95 % intervals and the limit
-    of ``--within``.
+    """A plot of each target's excess loss against its cache size, with 95 % intervals and the
+    limit.
     """
     caption = (
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller"
@@ -139,8 +138,7 @@ def plot_loss_by_cache(sweep: "Sweep") -> Plot:
                     color=color,
                     fontsize=8,
                 )
-        limit = f"{100 * sweep.within:g} % perplexity"
-        axes.axhline(math.log1p(sweep.within), color="C3", linestyle="--", label=limit)
+        axes.axhline(sweep.limit.excess, color="C3", linestyle="--", label=sweep.limit_name)
         axes.axhline(0, color=_GRAY, linewidth=0.8)
         axes.set_xscale("log", base=2)
         ticks = sorted({sweep.cache_elements, *(row.cache_elements for row in sweep.rows)})

@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,15 @@ from kvfold.attention.drift.metrics import (
 from kvfold.attention.drift.report import compute_perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
+from kvfold.convert.conversion.judgment import (
+    LIMITS,
+    NEAR,
+    Loss,
+    expect_normal_effort,
+    format_convert_command,
+    is_within,
+    request_more_training,
+)
 from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
@@ -90,6 +99,20 @@ class SweepRow:
         arguments = [self.request.model, self.request.out]
         return ["kvfold", "convert", *arguments, *format_argv(options)]
 
+    @property
+    def expected(self) -> Loss | None:
+        """What ``--effort normal`` is expected to leave of the measured loss; None if the sweep
+        refined the target.
+        """
+        return expect_normal_effort(self.request, self.measured)
+
+
+def _find_smallest(rows: Iterable[SweepRow]) -> SweepRow | None:
+    """The row with the smallest cache, and of several the one with the least loss; None without
+    rows.
+    """
+    return min(rows, key=lambda row: (row.cache_elements, row.measured.excess), default=None)
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -100,7 +123,7 @@ class Sweep:
     kind: the source's attention
     cache_elements: of the source, per token per layer
     text: the held-out text on which targets are measured
-    within: the accepted share of perplexity, 0.01 is 1 %
+    within: the accepted share of perplexity, 0.01 is 1 %; None accepts what is near the source
     rows: one for each target, in the requested order
     seconds: in total
     """
@@ -110,20 +133,36 @@ class Sweep:
     kind: str
     cache_elements: int
     text: str
-    within: float
+    within: float | None
     rows: list[SweepRow]
     seconds: float
 
     @property
-    def smallest_within_limit(self) -> SweepRow | None:
-        """The target with the smallest cache whose rise in perplexity is at most ``within``, or
-        None.
-
-        If several have the same cache size, this is the one with the least loss.
-        """
+    def limit(self) -> Loss:
+        """The largest figures that a target may have."""
+        if self.within is None:
+            return LIMITS[NEAR]
         # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
-        inside = [row for row in self.rows if row.measured.excess <= math.log1p(self.within)]
-        return min(inside, key=lambda row: (row.cache_elements, row.measured.excess), default=None)
+        return Loss(math.log1p(self.within), kl=math.inf, agreement=0.0)
+
+    @property
+    def limit_name(self) -> str:
+        """The limit in words."""
+        return NEAR if self.within is None else f"within {100 * self.within:g} % perplexity"
+
+    @property
+    def smallest_within_limit(self) -> SweepRow | None:
+        """The target with the smallest cache whose measured loss is within the limit, or None."""
+        return _find_smallest(row for row in self.rows if is_within(row.measured, self.limit))
+
+    @property
+    def smallest_after_training(self) -> SweepRow | None:
+        """The target with the smallest cache that is expected to be within the limit after
+        ``--effort normal``, or None.
+        """
+        return _find_smallest(
+            row for row in self.rows if row.expected and is_within(row.expected, self.limit)
+        )
 
     @property
     def least_loss_row(self) -> SweepRow:
@@ -132,33 +171,48 @@ class Sweep:
         return min(finite or self.rows, key=lambda row: row.measured.excess)
 
     @property
+    def recommended(self) -> ConvertRequest:
+        """The request of the smallest target within the limit, with ``--effort normal`` if it is
+        only expected to be; otherwise that of the nearest target, with more training.
+        """
+        if self.smallest_within_limit is not None:
+            return self.smallest_within_limit.request
+        request = (self.smallest_after_training or self.least_loss_row).request
+        return request_more_training(request) or request
+
+    @property
     def verdict(self) -> str:
         """One sentence that names the smallest target within the limit, or else the target with the
         least loss.
         """
-        limit = f"within {100 * self.within:g} % perplexity"
-        row = self.smallest_within_limit
-        if row is None:
-            return f"none {limit}; nearest: {self.least_loss_row.kind}"
-        highest = row.measured.excess + (row.measured.excess_margin or 0.0)
-        doubt = ", uncertain" if highest > math.log1p(self.within) else ""
-        return f"{limit}: {row.kind}{doubt}"
+        limit = self.limit_name
+        if self.smallest_within_limit is not None:
+            row = self.smallest_within_limit
+            highest = row.measured.excess + (row.measured.excess_margin or 0.0)
+            doubt = ", uncertain" if highest > self.limit.excess else ""
+            return f"{limit}: {row.kind}{doubt}"
+        if self.smallest_after_training is not None:
+            return f"{limit}, expected with --effort normal: {self.smallest_after_training.kind}"
+        return f"none {limit}; nearest: {self.least_loss_row.kind}"
 
     def format_rows(self) -> list[tuple[str, ...]]:
         """The cells of a table with a header and one row per target, largest cache first."""
-        rows = [("target", "cache", "saving", *(metric.label for metric in METRICS), "time")]
+        labels = [metric.label for metric in METRICS]
+        rows = [("target", "cache", "saving", *labels, "normal", "time")]
         for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.measured.excess)):
             saving = format_cache_saving(self.cache_elements, row.cache_elements)
+            saving = saving.removesuffix(" less")  # the table then fits 80 columns
             figures = (
                 format_metric(metric, row.measured, interval=metric.interval) for metric in METRICS
             )
+            expected = "-" if row.expected is None else format_metric(METRICS[0], row.expected)
             seconds = format_duration(row.seconds)
-            rows.append((row.kind, str(row.cache_elements), saving, *figures, seconds))
+            rows.append((row.kind, str(row.cache_elements), saving, *figures, expected, seconds))
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         """The sweep as JSON values. Its key ``smallest`` names the smallest target whose perplexity
-        rises by at most ``within``; None if there is none.
+        rises by at most ``within``; None if there is none. ``recommended`` is a command.
         """
         targets = [
             {
@@ -168,6 +222,7 @@ class Sweep:
                 "cache_elements": row.cache_elements,
                 "saving": 1 - row.cache_elements / self.cache_elements,
                 **metrics_to_dict(row.measured, None),
+                "expected": row.expected and row.expected._asdict(),
                 "perplexity": compute_perplexity(row.measured.student_loss),
                 "seconds": row.seconds,
             }
@@ -178,6 +233,7 @@ class Sweep:
             "perplexity": compute_perplexity(self.rows[0].measured.teacher_loss),
             "rows": targets,
             "smallest": self.smallest_within_limit and self.smallest_within_limit.target,
+            "recommended": shlex.join(format_convert_command(self.recommended)),
             "versions": get_package_versions(),
         }
 
@@ -231,9 +287,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             for row in _fit_and_measure_targets(group, calibration, stages):
                 rows[row.target] = row
                 if not request.quiet:
-                    saving = format_cache_saving(plan.cache_elements, row.cache_elements)
-                    line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
-                    tqdm.write(line, file=sys.stderr)
+                    tqdm.write(f"{row.kind}: {format_metrics(row.measured)}", file=sys.stderr)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
         tokens = calibration.tokens

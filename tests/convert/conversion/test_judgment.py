@@ -13,6 +13,7 @@ from kvfold.convert.conversion.judgment import (
     UNTRAINED,
     WORSE,
     Loss,
+    expect_normal_effort,
     format_verdict,
     judge_drift,
     suggest_next_command,
@@ -22,6 +23,7 @@ from kvfold.convert.data import demo_folder
 GOOD = Loss(0.01, 0.02, 0.95)
 POOR = Loss(0.12, 0.15, 0.79)
 AWFUL = Loss(1.6, 1.7, 0.34)
+LATENT = {"to": "mla", "kv_rank": 40, "rope_dim": 24}
 
 
 @pytest.mark.parametrize("worse", [{"excess": 0.21}, {"kl": 0.21}, {"agreement": 0.7}])
@@ -44,15 +46,35 @@ def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
     [
         ({}, GOOD, "drift", {}),
         ({}, None, "drift", {}),
-        ({}, POOR, "convert", {"effort": "thorough", "overwrite": True, "to": "mqa"}),
+        ({}, POOR, "convert", {"effort": "normal", "overwrite": True, "to": "mqa"}),
+        ({"samples": 4}, POOR, "convert", {"effort": "normal", "samples": "128"}),
+        ({"samples": 512}, POOR, "convert", {"effort": "normal", "samples": "512"}),
+        ({"polish": 12}, POOR, "convert", {"effort": "normal", "to": "mqa"}),
         ({"refine": "auto", "seed": 1}, AWFUL, "convert", {"effort": "thorough", "seed": "1"}),
-        ({"effort": "normal"}, AWFUL, "uptrain", {}),
+        ({"effort": "normal"}, AWFUL, "convert", {"effort": "thorough", "to": "mqa"}),
+        ({"effort": "thorough"}, POOR, "convert", {"effort": "thorough", "kv_heads": "2"}),
+        ({"refine": 300}, POOR, "convert", {"refine": "300", "to": "gqa", "kv_heads": "2"}),
+        ({"to": "gqa", "kv_heads": 4, "effort": "thorough"}, AWFUL, "uptrain", {}),
+        ({**LATENT, "effort": "thorough"}, AWFUL, "convert", {"budget": "128", "kv_rank": None}),
+        ({**LATENT, "kv_rank": 400, "effort": "thorough"}, AWFUL, "uptrain", {}),
     ],
 )
-def test_what_is_not_near_the_source_is_trained(tmp_path, options, loss, command, expected):
-    request = ConvertRequest(demo_folder(), tmp_path / "out", "mqa", seq_len=256, **options)
+def test_the_next_command_trains_more_then_takes_a_larger_cache(
+    tmp_path, options, loss, command, expected
+):
+    options = {"to": "mqa", "seq_len": 256} | options
+    request = ConvertRequest(demo_folder(), tmp_path / "out", **options)
     plan = convert_checkpoint(replace(request, dry_run=True)).plan
     words = suggest_next_command(replace(plan, request=request), loss)
     assert words[:2] == ["kvfold", command]
     given = kvfold.commands[command].make_context(command, words[2:]).params
     assert {name: given[name] for name in expected} == expected
+
+
+def test_what_normal_effort_leaves_is_expected_of_fitted_conversions_alone():
+    fitted = ConvertRequest("MODEL", "OUT", "mqa")
+    expected = expect_normal_effort(fitted, AWFUL)
+    assert expected.excess < AWFUL.excess
+    assert AWFUL.agreement < expected.agreement < 1
+    assert expect_normal_effort(replace(fitted, refine=1), AWFUL) is None
+    assert expect_normal_effort(replace(fitted, method="mean"), AWFUL) is None

@@ -47,7 +47,7 @@ REQUEST = DriftRequest("m", "c")
 def test_the_text_is_a_short_block(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = summarize_drift(REQUEST, REPORT).splitlines()
-    labels = [line.split()[0] for line in lines]
+    labels = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert labels == ["drift", "text", "cache", "loss", "rounding", "verdict", "next"]
     assert max(map(len, lines)) <= 80
     assert lines[3].endswith("excess +0.1065 ± 0.0200 nats, KL 0.1234 nats, top-1 87.5 %")

@@ -76,18 +76,44 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monk
     assert [int(line[12:].split()[0]) for line in table[1:]] == [32, 24, 16, 8]
     assert max(map(len, table)) <= 80
     row = next(line for line in lines if line.startswith("MQA"))
-    assert "75.0 % less" in row
+    assert "75.0 %" in row
     assert "+0.2000 ± 0.0050" in row
     assert "--kv-rank 16 --rope-dim 8" in "\n".join(lines[head + 5 :])
 
 
+def test_what_normal_effort_is_expected_to_leave_may_be_within_the_limit(swept):
+    found = with_losses(swept, (0.1, 0.2, 0.015, 0.4))
+    assert found.smallest_within_limit is None
+    assert found.smallest_after_training is found.rows[2]
+    assert found.verdict.endswith("expected with --effort normal: MLA 16+8")
+    text = summarize_sweep(found)
+    assert (
+        next(line for line in text.splitlines() if line.startswith("MQA")).split()[-3] == "+0.1100"
+    )
+    command = text.split("\nnext\n")[1].replace("\\\n", "").split()
+    assert command[:4] == ["kvfold", "convert", found.model, "OUT"]
+    assert command[-2:] == ["--effort", "normal"]
+    assert "--samples" not in command  # a toy number, for a quick sweep
+
+
 def test_where_none_is_within_the_loss_the_nearest_is_named(swept):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
-    assert found.smallest_within_limit is None
+    assert found.smallest_within_limit is found.smallest_after_training is None
     assert found.verdict == "none within 1 % perplexity; nearest: GQA-2"
-    assert summarize_sweep(found).endswith("--effort thorough")
+    assert summarize_sweep(found).endswith("--effort normal")
     broken = with_losses(swept, (math.nan, 0.3, 0.2, math.nan))
     assert broken.least_loss_row is broken.rows[2]
+
+
+def test_the_default_limit_is_that_of_the_verdict(swept):
+    assert SweepRequest("MODEL").within is None
+    found = with_losses(swept, (0.05, 0.05, 0.5, 0.05), within=None)
+    near = [replace(row.measured, kl=0.1, agreement=0.9) for row in found.rows]
+    near[3] = replace(near[3], agreement=0.1)
+    rows = [replace(row, measured=measured) for row, measured in zip(found.rows, near, strict=True)]
+    found = replace(found, rows=rows)
+    assert found.smallest_within_limit is rows[1]
+    assert found.verdict == "near the source: MQA"
 
 
 def test_targets_are_spelled_with_commas_or_blanks():

@@ -1,0 +1,79 @@
+"""What commands print fits the terminal, and their commands can be copied."""
+
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from kvfold.convert import demo_folder
+from kvfold.convert.cli import kvfold
+from kvfold.convert.formatting import format_labeled_rows, format_table
+
+TEXT = ["--samples", "2", "--seq-len", "32", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the result of a conversion as ``out``."""
+    folder = tmp_path_factory.mktemp("width")
+    print_output("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT)
+    return folder
+
+
+def print_output(*words):
+    done = CliRunner().invoke(kvfold, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "MODEL"],
+        ["recipes"],
+        ["verify", "out"],
+        ["drift", "MODEL", "out", *TEXT],
+        ["drift", "MODEL", "out", *TEXT, "--layers"],
+        ["eval", "MODEL", "out", "--samples", "2", "--lengths", "128", "--quiet"],
+        ["bench", "MODEL", "out", "--context", "16", "--seconds", "0", "--quiet"],
+        ["sweep", "MODEL", "--targets", "gqa:4,mqa,mla:24+8", *TEXT],
+        ["convert", "MODEL", "new", "--to", "mla", "--budget", "64", "--dry-run"],
+        ["convert", "MODEL", "new", "--to", "mqa", "--overwrite", *TEXT[:4]],
+    ],
+    ids=lambda words: " ".join(words[:3]),
+)
+def test_every_line_fits_the_terminal(folder, monkeypatch, words, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(folder)
+    (folder / "MODEL").unlink(missing_ok=True)
+    (folder / "MODEL").symlink_to(demo_folder())
+    lines = print_output(*words).splitlines()
+    assert lines
+    assert [line for line in lines if len(line) > columns] == []
+
+
+def test_a_command_continues_on_further_lines_between_its_options(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = ["kvfold", "convert", "a model", "OUT", "--to", "gqa", "--kv-heads", "4", "--overwrite"]
+    label, *lines = format_labeled_rows([], words).splitlines()
+    assert label == "next"
+    assert max(map(len, lines)) <= 40
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == words
+    assert any("--kv-heads 4" in line for line in lines)
+
+
+def test_the_widest_cells_of_a_table_wrap(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    sentence = "a reason in words that take more than one line"
+    rows = [
+        ("name", "size", "ratio"),
+        ("one two three four five six seven eight", "1", "2.00"),
+        ("x", sentence),
+    ]
+    lines = format_table(rows)
+    assert max(map(len, lines)) <= 40
+    assert lines[1].endswith("2.00")
+    words = " ".join(lines).split()
+    assert {*sentence.split(), "eight"} <= {*words}
