@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.checkpoint.digests import read_hashes
-from kvfold.convert.checkpoint.members import RECORD, list_files
+from kvfold.convert.checkpoint.files import RECORD, list_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals

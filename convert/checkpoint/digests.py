@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.headers import read_header_end
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     RECORD,
     get_file_states,
     list_files,
@@ -20,6 +19,7 @@ from kvfold.convert.checkpoint.members import (
     read_in_steps,
     resolve_checkpoint_file,
 )
+from kvfold.convert.checkpoint.headers import read_header_end
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, shorten_repr
 

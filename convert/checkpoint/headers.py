@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from kvfold.convert.checkpoint.members import read_bytes
+from kvfold.convert.checkpoint.files import read_bytes
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 # Every dtype the format knows: its bits per element, and torch's name unless it is a quantized one

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     CHAT_FILES,
     CONFIG,
     EXTRA_PATTERNS,
@@ -20,6 +19,7 @@ from kvfold.convert.checkpoint.members import (
     SINGLE,
     resolve_checkpoint_file,
 )
+from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
@@ -135,7 +135,7 @@ def _translate_hub_errors(
         kinds = [kind.__name__ for kind in type(error).__mro__]
         for name, cause_and_advice in _HUB_ADVICE.items():
             if name in kinds:
-                raise InputError(f"{model}: {cause_and_advice}") from None
+                raise InputError(f"{model}: cannot be fetched: {cause_and_advice}") from None
         raise InputError(
             f"{model}: the hub refused or could not be reached ({summarize_error(error)}); {advice}"
         ) from None

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
-from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     CARD,
     CHAT_FILES,
     CONFIG,
@@ -35,6 +34,7 @@ from kvfold.convert.checkpoint.members import (
     read_in_steps,
     resolve_checkpoint_file,
 )
+from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
 from kvfold.convert.errors import InputError, shorten_repr
 
 if TYPE_CHECKING:
@@ -315,8 +315,8 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             for name, file in sorted(stored.keys() ^ weight_map.items())
         ]
     if problems:
-        problem, *further_problems = problems
-        raise InputError(problem, further_problems)
+        problem_with_weight_file, *further_problems = problems
+        raise InputError(problem_with_weight_file, further_problems)
     legacy = entry in LEGACY
     tensors = {info.name: info for info in stored.values()}
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from kvfold.convert.checkpoint.files import read_bytes, read_into_buffer
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
-from kvfold.convert.checkpoint.members import read_bytes, read_into_buffer
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 TORCH_DTYPES = {
@@ -99,11 +99,11 @@ def load_pickled_state(path: Path) -> dict[str, torch.Tensor]:
                 raise ValueError(f"the value of {shorten_repr(name)} is not a dense tensor")
     except Exception as error:  # torch lets every kind of error of its readers through
         # torch's own text of an UnpicklingError recommends to allow the execution of code
-        error_text = (
+        cause_of_error = (
             "" if isinstance(error, pickle.UnpicklingError) else f": {summarize_error(error)}"
         )
         raise InputError(
-            f"{path.name}: not a complete file of dense tensors{error_text}; download the file"
+            f"{path.name}: not a complete file of dense tensors{cause_of_error}; download the file"
             " again, or save the model with save_pretrained"
         ) from None
     return state

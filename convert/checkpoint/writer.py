@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint.atomic import open_file, sync_path, write_bytes_at, write_small_file
 from kvfold.convert.checkpoint.digests import hash_file
+from kvfold.convert.checkpoint.files import INDEX, SINGLE
 from kvfold.convert.checkpoint.headers import DTYPES, count_tensor_bytes
-from kvfold.convert.checkpoint.members import INDEX, SINGLE
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
 
@@ -216,7 +216,7 @@ class ShardWriter:
             if tensor.shape != location.tensor.shape:
                 raise KvfoldError(
                     f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires"
-                    f" {location.tensor.shape}"
+                    f" {location.tensor.shape}; please report it"
                 )
             stored = (
                 cast_floats(tensor, TORCH_DTYPES[location.tensor.dtype], name).cpu().contiguous()
@@ -302,7 +302,7 @@ class ShardWriter:
         elif position != location.end:
             raise KvfoldError(
                 f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"
-                f" {position - location.start} bytes"
+                f" {position - location.start} bytes; please report it"
             )
         elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
             checkpoint.digests[checkpoint.tensors[name].name] = digest.hexdigest()

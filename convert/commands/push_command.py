@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvfold.convert.checkpoint.members import RECORD
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import ProgressStages
 

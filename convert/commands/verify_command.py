@@ -2,7 +2,7 @@
 
 import click
 
-from kvfold.convert.checkpoint.members import RECORD
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.console import add_json_option, check_output_files, print_result
 from kvfold.convert.formatting import format_labeled_rows
 from kvfold.convert.progress import ProgressStages

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.drift.metrics import make_position_rows
+from kvfold.convert.checkpoint.files import CARD, read_checkpoint_file
 from kvfold.convert.checkpoint.hub import HUB_ID
-from kvfold.convert.checkpoint.members import CARD, read_checkpoint_file
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import judge_drift
 from kvfold.convert.conversion.plan import Plan

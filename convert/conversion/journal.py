@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file, sync_path, write_small_file
 from kvfold.convert.checkpoint.digests import fingerprint_files
-from kvfold.convert.checkpoint.members import CONFIG
+from kvfold.convert.checkpoint.files import CONFIG
 from kvfold.convert.checkpoint.writer import has_shard_header
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import get_package_versions

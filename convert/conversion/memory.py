@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.members import list_extra_files
+from kvfold.convert.checkpoint.files import list_extra_files
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes

@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.atomic import (
     write_small_file,
 )
 from kvfold.convert.checkpoint.digests import add_hashes
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     RECORD,
     format_json,
     list_extra_files,

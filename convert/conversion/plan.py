@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.headers import (
-    FLOAT_DTYPES,
-    TORCH_NAMES,
-    TensorInfo,
-    count_tensor_bytes,
-)
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     CONFIG,
     SINGLE,
     WEIGHT_SUFFIXES,
     decode_file_name,
     read_config,
+)
+from kvfold.convert.checkpoint.headers import (
+    FLOAT_DTYPES,
+    TORCH_NAMES,
+    TensorInfo,
+    count_tensor_bytes,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import Shard, assign_shards
@@ -307,7 +307,7 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
             " it, or add --allow-growth",
         )
     problem, *further_problems = problems[0]
-    raise InputError(problem, further_problems)
+    raise InputError(f"this model cannot become MLA: {problem}", further_problems)
 
 
 def list_kv_heads(geometry: ModelSizes) -> list[int]:

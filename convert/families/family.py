@@ -127,9 +127,9 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
     list of strings.
     """
     stated: list[str] | None = config.get("architectures")
-    expected, fits = TYPES["texts"]
+    expected_type, fits = TYPES["texts"]
     if stated is not None and not fits(stated):
-        raise InputError(f"config.json: architectures must be {expected}, not {stated!r}")
+        raise InputError(f"config.json: architectures must be {expected_type}, not {stated!r}")
     return stated
 
 
@@ -144,9 +144,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
         if model_type.startswith("kvfold_") or config.get("kv_lora_rank"):
             raise InputError(
-                f"config.json: model_type {model_type!r} is output of kvfold in layout kvfold or an"
-                " MLA model already, which cannot be converted again; convert the model that it was"
-                " made from instead"
+                f"config.json: model_type {model_type!r} is already converted: an MLA model, or"
+                " a model in layout kvfold; convert the model that it was made from instead"
             )
         raise InputError(
             f"config.json: model_type {model_type!r} is not a supported causal language model or"

@@ -127,8 +127,8 @@ class ConfigValues:
         if name in self.names:
             return self.names[name]
         key = self.family.config[name]
-        spelling, value = self.find_config_key(name)
-        expected, fits = TYPES[key.type]
+        key_in_file, value = self.find_config_key(name)
+        expected_type, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads
         # it as its default.
         if value is ABSENT and key.default is not ABSENT:
@@ -138,16 +138,16 @@ class ConfigValues:
         if value in (ABSENT, None) and key.otherwise is not ABSENT:
             return evaluate_expression(key.otherwise, self)
         if not fits(value):
-            found = "missing" if value is ABSENT else repr(value)
+            actual_value = "missing" if value is ABSENT else repr(value)
             raise InputError(
-                f"config.json: {spelling} must be {expected} for model_type"
-                f" {self.family.model_type!r}, but it is {found}"
+                f"config.json: {key_in_file} must be {expected_type} for model_type"
+                f" {self.family.model_type!r}, but it is {actual_value}"
             )
         if key.per_layer:
             layers = evaluate_expression(self.family.sizes.layers, self)
             if len(value) != layers:
                 raise InputError(
-                    f"config.json: {spelling} must have {layers} entries, one per layer, but it"
+                    f"config.json: {key_in_file} must have {layers} entries, one per layer, but it"
                     f" has {len(value)}"
                 )
         return value

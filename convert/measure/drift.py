@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.report import DriftReport, measure_drift
-from kvfold.convert.checkpoint.members import RECORD
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
-from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers_only
 from kvfold.convert.conversion.plan import list_kv_heads, match_model
 from kvfold.convert.errors import InputError
@@ -219,7 +219,9 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
     )
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
-        raise InputError("config.json: rope_parameters must be an object")
+        raise InputError(
+            f"config.json: rope_parameters must be an object, not {table!r}; correct it"
+        )
     result = describe_mla_config(checkpoint.config)
     # Engines were tried on what kvfold writes; these classes can hold other models too.
     written = (checkpoint.folder / RECORD).exists()

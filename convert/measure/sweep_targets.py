@@ -47,9 +47,12 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
         matches = (re.fullmatch(form, spelling, re.ASCII) for form in _FORMS)
         match = next(filter(None, matches), None)
         if match is None:
-            forms = "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY"
-            example = "such as gqa:4,2 mqa mla:576,512+64"
-            raise option_error("targets", item, f"must be {forms}, {example}")
+            raise option_error(
+                "targets",
+                item,
+                "must be gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as"
+                " gqa:4,2 mqa mla:576,512+64",
+            )
         sizes = {name: int(size) for name, size in match.groupdict().items() if name != "to"}
         options = {"to": kind, **sizes}
         if options not in targets:

@@ -14,7 +14,7 @@ from kvfold.convert.checkpoint.digests import (
     find_changed_tensors,
     read_hashes,
 )
-from kvfold.convert.checkpoint.members import RECORD
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
 

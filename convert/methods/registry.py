@@ -250,7 +250,9 @@ def _resolve_name(option: str, name: str, target: str | None = None) -> str:
             ) from error
     allowed = list_objectives() if target is None else list_methods(target)
     if plain not in allowed:
-        available = "" if target is None else f" with --to {target}"
+        for_target = "" if target is None else f" with --to {target}"
         allowed_names = ", ".join(allowed) + suggest_name(plain, allowed)
-        raise option_error(option, name, f"is not available{available}; use one of {allowed_names}")
+        raise option_error(
+            option, name, f"is not available{for_target}; use one of {allowed_names}"
+        )
     return plain

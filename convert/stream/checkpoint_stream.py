@@ -76,7 +76,9 @@ class CheckpointStream:
         try:
             self._frame = ModelWithStandIns(model)
         except ValueError as error:
-            raise InputError(f"config.json: {error}") from error
+            raise InputError(
+                f"config.json: the decoder layers of the model cannot be found: {error}"
+            ) from error
         self.layers = len(self._frame.layers)
         self._embed_tokens = model.get_input_embeddings()
         self.vocabulary, self._width = map(int, self._embed_tokens.weight.shape)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.members import decode_file_name, parse_json_value
+from kvfold.convert.checkpoint.files import decode_file_name, parse_json_value
 from kvfold.convert.data import ShippedText, read_documents
 from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.request import SELF
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BUILT_IN = "the built-in standard-library text"
 _ROWS_SUFFIX = ".jsonl"  # a file of rows; every other file is one document of plain text
-_ROW = "each row must be an object with a string `text` or a list `messages`"
+_EXPECTED_ROW = "each row must be an object with a string `text` or a list `messages`"
 _ACCEPTED_TEXTS = (
     "give a text file (UTF-8), a .jsonl file or, with pip install 'kvfold[data]', the name of a"
     " dataset"
@@ -158,12 +158,14 @@ class Corpus:
             if isinstance(messages, list) and not isinstance(text, str):
                 text = render_chat(self.tokenizer, messages)
             if not isinstance(text, str):
-                raise ValueError("found neither")
+                raise ValueError("neither `text` nor `messages`")
             # No tokenizer could read half of a surrogate pair.
             text.encode()
             return text
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: {summarize_error(error)}; {_ROW}") from error
+            raise InputError(
+                f"{where}: no text in this row ({summarize_error(error)}); {_EXPECTED_ROW}"
+            ) from error
 
 
 def open_corpus(
@@ -251,21 +253,21 @@ def check_text_sources(names: Iterable[str], option: str = "calibration") -> Non
         if option == "calibration":
             name, _ = parse_text_share(name)
         path = Path(name)
-        obstacle = None
+        problem_with_file = None
         try:
             if path.is_file():
                 with path.open("rb") as file:
                     beginning = file.read(_SNIFFED)
                 if not beginning or b"\0" in beginning or path.suffix == ".json":
-                    obstacle = "the file is empty, or not plain text"
+                    problem_with_file = "the file is empty, or not plain text"
             elif name != SELF and (
                 path.suffix in (".txt", _ROWS_SUFFIX) or not find_spec("datasets")
             ):
-                obstacle = "no such file or dataset"
+                problem_with_file = "no such file or dataset"
         except OSError as error:  # also for too long a name
-            obstacle = f"cannot be read ({error.strerror})"
-        if obstacle is not None:
-            raise option_error(option, name, f": {obstacle}; {_ACCEPTED_TEXTS}")
+            problem_with_file = f"reading it failed ({error.strerror})"
+        if problem_with_file is not None:
+            raise option_error(option, name, f": {problem_with_file}; {_ACCEPTED_TEXTS}")
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:

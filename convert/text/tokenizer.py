@@ -45,7 +45,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
                 "it runs code from the checkpoint; review the code, then pass --trust-remote-code"
             )
         raise InputError(
-            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {cause_and_fix}"
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer, but {cause_and_fix}"
         ) from error
 
 
@@ -104,7 +104,9 @@ def check_teacher_tokenizer(
         mismatch = f"its tokenizer differs from that of {student.origin}"
     if mismatch is not None:
         raise option_error(
-            "teacher", teacher.origin, f": {mismatch}; use a model of the same family"
+            "teacher",
+            teacher.origin,
+            f"cannot teach this model: {mismatch}; use a model of the same family",
         )
 
 

@@ -28,7 +28,7 @@ from kvfold.convert.checkpoint.atomic import (
     write_small_file,
 )
 from kvfold.convert.checkpoint.digests import add_hashes, fingerprint_files
-from kvfold.convert.checkpoint.members import (
+from kvfold.convert.checkpoint.files import (
     CARD,
     RECORD,
     decode_file_name,

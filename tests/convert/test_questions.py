@@ -12,7 +12,7 @@ from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.convert.checkpoint.members import SINGLE
+from kvfold.convert.checkpoint.files import SINGLE
 from kvfold.convert.checkpoint.opening import open_headers_only
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.errors import InputError

@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.atomic import (
     replace_file,
     resolve_output_path,
 )
-from kvfold.convert.checkpoint.members import RECORD
+from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.errors import InputError
 
 WEIGHTS = "model.safetensors"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import fingerprint_files
-from kvfold.convert.checkpoint.members import list_extra_files
+from kvfold.convert.checkpoint.files import list_extra_files
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError

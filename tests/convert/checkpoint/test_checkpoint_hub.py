@@ -23,8 +23,8 @@ from helpers import forked
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import hash_file
+from kvfold.convert.checkpoint.files import list_extra_files
 from kvfold.convert.checkpoint.hub import upload_files
-from kvfold.convert.checkpoint.members import list_extra_files
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers_only
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder

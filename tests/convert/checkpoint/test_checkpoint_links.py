@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import find_changed_files
-from kvfold.convert.checkpoint.members import list_extra_files
+from kvfold.convert.checkpoint.files import list_extra_files
 from kvfold.convert.checkpoint.opening import open_checkpoint
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "README.md"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.checkpoint.members import parse_json_object
+from kvfold.convert.checkpoint.files import parse_json_object
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.errors import explain_system_error
 from kvfold.convert.recipes import read_recipe

@@ -19,7 +19,7 @@ from helpers.checkpoints import tensors as load_tensors
 from helpers.processes import PATIENCE
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint import members, opening
+from kvfold.convert.checkpoint import files, opening
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.checkpoint.writer import (
@@ -127,7 +127,7 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
 @pytest.fixture
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read in steps of 100 bytes."""
-    monkeypatch.setattr(members, "STEP", 100)
+    monkeypatch.setattr(files, "STEP", 100)
     monkeypatch.setattr(opening, "STEP", 100)
 
 

@@ -14,7 +14,7 @@ from helpers.checkpoints import stock_model, tensors
 from helpers.walks import run_stream
 from torch import Tensor
 
-from kvfold.convert.checkpoint.members import read_config
+from kvfold.convert.checkpoint.files import read_config
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import list_supported_model_types
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
