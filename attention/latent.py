@@ -127,7 +127,7 @@ def attend_to_latents(
 
         seen = None if mask is None else mask[:, 0, 0]
         return run_latent_kernel(query, query_rope, latent, key_rope, scale, mask=seen)
-    # all heads are members of one key head, and nothing of the cache is copied
+    # all heads share one key head, and nothing of the cache is copied
     queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
     keys = (latent.unsqueeze(1), key_rope.unsqueeze(1))
     scores = AttentionScores(queries, keys, scale, _EVERYTHING, mask)

@@ -93,7 +93,7 @@ def fold_with_best_groups(
         partitions = [group_neighbors(layer.weights.kv_heads, layer.kv_heads)]
     folds = []
     for groups in partitions:
-        weights = fold_heads(pairs.layer, groups, layer.objective)
+        weights = fold_heads(pairs.layer_moments, groups, layer.objective)
         folds.append((layer.measure_error(weights), groups, weights))
     error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:

@@ -41,7 +41,7 @@ class PairLosses:
     any number of groups.
     """
 
-    layer: LayerMoments
+    layer_moments: LayerMoments
 
     @cached_property
     def loss_estimates(self) -> list[Tensor]:
@@ -53,24 +53,28 @@ class PairLosses:
         layer's output, is added to each. Computed at first use, because a single candidate does not
         need them.
         """
-        layer = self.layer
-        heads = layer.weights.kv_heads
-        pairs = torch.combinations(torch.arange(heads, device=layer.moment.device))
+        layer_moments = self.layer_moments
+        heads = layer_moments.weights.kv_heads
+        pairs = torch.combinations(torch.arange(heads, device=layer_moments.moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
-        roots, _ = compute_metric_root(layer.heads.metric)
+        roots, _ = compute_metric_root(layer_moments.heads.metric)
         measure_pairs = torch.vmap(self._measure_pair, in_dims=(0, None), chunk_size=heads)
         errors, energies, value_errors = measure_pairs(pairs, roots)
         first, second = pairs.unbind(1)
-        score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of i's queries, shared with j
+        score_lost = layer_moments.moment.new_zeros(
+            heads, heads
+        )  # [j, i]: of i's queries, shared with j
         score_lost[second, first], score_lost[first, second] = errors.unbind(1)
-        score_energy = layer.moment.new_zeros(heads)
+        score_energy = layer_moments.moment.new_zeros(heads)
         score_energy[pairs] = energies
         value_lost = torch.zeros_like(score_lost)
         value_lost[first, second] = value_errors
-        mean = layer.values @ layer.moment[-1]
-        value_energy = torch.einsum("gagb,gab->g", layer.heads.values, layer.heads.metric)
-        constant = torch.einsum("ga,gab,gb->g", mean, layer.heads.metric, mean)
+        mean = layer_moments.values @ layer_moments.moment[-1]
+        value_energy = torch.einsum(
+            "gagb,gab->g", layer_moments.heads.values, layer_moments.heads.metric
+        )
+        constant = torch.einsum("ga,gab,gb->g", mean, layer_moments.heads.metric, mean)
         varying = (value_energy - constant).clamp(min=0)
         value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []
@@ -85,7 +89,7 @@ class PairLosses:
         queries ``[2]``, their score energies ``[2]``, and the error of their values. ``roots [G, D,
         D]`` are the square roots of the heads' metrics.
         """
-        group = self.layer.heads.select(pair)
+        group = self.layer_moments.heads.select_heads(pair)
         losses = compute_score_errors(
             fit_scores(fit_principal_keys(group), group, PAIR_ROUNDS), group
         )
@@ -107,7 +111,7 @@ def propose_partitions(pairs: PairLosses, groups: int) -> list[Partition]:
     """Return a few distinct partitions of the heads that are worth evaluating: groups of neighbors,
     then the best by each estimate of the pairs' losses.
     """
-    kv_heads = pairs.layer.weights.kv_heads
+    kv_heads = pairs.layer_moments.weights.kv_heads
     partitions = [group_neighbors(kv_heads, groups)]
     if groups in (1, kv_heads):
         return partitions

@@ -3,10 +3,10 @@ principal components.
 
 Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with
 multiplication by any complex number, but not with maps that mix two pairs. `share_keys` therefore
-approximates each member's key pair by a complex multiple of one shared pair, weighted by the energy
-of the queries that read it. Unrotated dims and values may mix: `share_dims` uses the top real
-components of all members' dims together, for keys in the metric of the queries, for values in the
-metric ``W_o^T W_o`` of the output.
+approximates the key pair of each head in the group by a complex multiple of one shared pair,
+weighted by the energy of the queries that read it. Unrotated dims and values may mix: `share_dims`
+uses the top real components of all heads' dims together, for keys in the metric of the queries, for
+values in the metric ``W_o^T W_o`` of the output.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ WEAKEST_QUERY = 1e-6
 @dataclass(frozen=True)
 class SharedHead:
     """Linear maps between the ``m`` heads of a group and one shared head: ``shared = sum_j
-    encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both ``[m, D, D]``.
+    encode[j] @ head_j`` and ``head_j ~ decode[j] @ shared``; both ``[m, D, D]``.
 
-    ``decode`` may contain several maps for each member, in order: one for each query head that
-    reads it. Queries that read member ``j`` become ``decode[j]^T q``; output columns become ``W_o
-    decode[j]``.
+    ``decode`` may contain several maps for each head of the group, in order: one for each query
+    head that reads it. Queries that read head ``j`` become ``decode[j]^T q``; output columns become
+    ``W_o decode[j]``.
     """
 
     encode: Tensor
@@ -43,7 +43,7 @@ class SharedHead:
 
     def repeat_decode(self, times: int) -> "SharedHead":
         """Return the same shared head with each map in ``decode`` repeated ``times`` times, once
-        for each query head that reads a member.
+        for each query head that reads one of the heads.
         """
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
 
@@ -53,8 +53,8 @@ class GroupMoments:
     """Second moments of the queries, keys and values of a group of ``m`` KV heads and the ``n``
     query heads that read them.
 
-    ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members.
-    ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member
+    ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all heads.
+    ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read head
     ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
     first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
     distances (`score_fit.compute_distance_moments`). ``metric [m, D, D]``: the squared length of
@@ -74,10 +74,10 @@ class GroupMoments:
         """The number of query heads that read each KV head, ``n / m``."""
         return len(self.queries) // len(self.keys)
 
-    def select(self, members: Sequence[int] | Tensor) -> "GroupMoments":
-        """Return the moments of the KV heads ``members`` and of the query heads that read them."""
+    def select_heads(self, heads: Sequence[int] | Tensor) -> "GroupMoments":
+        """Return the moments of the KV heads ``heads`` and of the query heads that read them."""
         device = self.keys.device
-        chosen = torch.as_tensor(members, device=device)
+        chosen = torch.as_tensor(heads, device=device)
         repeat = self.query_heads_per_kv_head
         readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
         return GroupMoments(
@@ -105,7 +105,7 @@ class Objective(Protocol):
 
     def fit_value_head(self, group: GroupMoments) -> SharedHead:
         """Return the best shared value head for ``group``; its ``decode [m, D, D]`` contains one
-        map per member.
+        map per KV head of the group.
         """
 
 
@@ -113,19 +113,19 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     """Return one shared key head for ``m`` heads: the query-weighted principal components of the
     keys with second moments ``keys [m, D, m, D]``.
 
-    ``queries [m, D, D]``: the second moment of the queries that read each member, summed over its
+    ``queries [m, D, D]``: the second moment of the queries that read each head, summed over its
     query heads. The first ``2 * pairs`` dims rotate: with ``s_j^2 = E|q_{j,l}|^2`` and ``u`` the
-    top eigenvector of the covariance of ``s_j k_{j,l}`` over the members, pair ``l`` becomes
-    ``sum_j conj(u_j) s_j k_{j,l}``. The rest uses `share_dims`.
+    top eigenvector of the covariance of ``s_j k_{j,l}`` over the heads, pair ``l`` becomes ``sum_j
+    conj(u_j) s_j k_{j,l}``. The rest uses `share_dims`.
     """
-    members, dims = queries.shape[:2]
+    heads, dims = queries.shape[:2]
     rotated = 2 * pairs
     square = queries.diagonal(dim1=1, dim2=2)
     energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
     floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
     weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
     # E[k_a conj(k_b)] of the complex pairs, [pairs, m, m].
-    parts = keys[:, :rotated, :, :rotated].reshape(members, 2, pairs, members, 2, pairs)
+    parts = keys[:, :rotated, :, :rotated].reshape(heads, 2, pairs, heads, 2, pairs)
     parts = torch.einsum("aipbjp->ijpab", parts)
     moment = torch.complex(parts[0, 0] + parts[1, 1], parts[1, 0] - parts[0, 1])
     _, vectors = decompose_symmetric(weight[:, :, None] * moment * weight[:, None, :])
@@ -134,7 +134,7 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     # results.
     largest = top.gather(1, top.abs().argmax(1, keepdim=True))
     top = top * (largest.conj() / largest.abs())
-    identity = torch.eye(dims, dtype=keys.dtype, device=keys.device).repeat(members, 1, 1)
+    identity = torch.eye(dims, dtype=keys.dtype, device=keys.device).repeat(heads, 1, 1)
     encode = multiply_pairs(identity, (top.conj() * weight).mT)
     decode = multiply_pairs(identity, (top / weight).mT)
     if rotated < dims:
@@ -144,31 +144,32 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     return SharedHead(encode, decode)
 
 
-def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
+def share_dims(moments: Tensor, metric: Tensor) -> SharedHead:
     """Return one shared head for values or unrotated key dims: the principal components of heads
-    with second moments ``members [m, D, m, D]``, weighted by ``metric [m, D, D]``.
+    with second moments ``moments [m, D, m, D]``, weighted by ``metric [m, D, D]``.
 
     For unrotated key dims the metric is the second moment of the queries; for values it is
-    `linalg.compute_output_metric`. Rotating the members onto each other and averaging (Procrustes)
+    `linalg.compute_output_metric`. Rotating the heads onto each other and averaging (Procrustes)
     is the special case of equal weights.
     """
     count, dims = metric.shape[:2]
     root, inverse = compute_metric_root(metric)
-    _, vectors = decompose_symmetric(apply_metric_root(members, root))
-    basis = vectors[:, :dims].reshape(count, dims, dims)  # member, its dim, shared dim
+    _, vectors = decompose_symmetric(apply_metric_root(moments, root))
+    basis = vectors[:, :dims].reshape(count, dims, dims)  # head, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)
 
 
-def apply_metric_root(members: Tensor, root: Tensor) -> Tensor:
+def apply_metric_root(moments: Tensor, root: Tensor) -> Tensor:
     """Return the second moments ``[m * D, m * D]`` of heads that are each multiplied by ``root [m,
-    D, D]``, from their ``members [m, D, m, D]``.
+    D, D]``, from their second ``moments
+    [m, D, m, D]``.
     """
-    joint = torch.einsum("jab,jbkc,kdc->jakd", root, members, root)
+    joint = torch.einsum("jab,jbkc,kdc->jakd", root, moments, root)
     return joint.flatten(2).flatten(0, 1)
 
 
-def merge_heads(encode: Tensor, members: Tensor) -> Tensor:
-    """Return the projections of the shared heads, ``[g, D, F]``: the projections ``members [g * m,
-    D, F]`` of each group, multiplied by ``encode [g, m, D, D]`` and summed.
+def merge_heads(encode: Tensor, projections: Tensor) -> Tensor:
+    """Return the projections of the shared heads, ``[g, D, F]``: the ``projections [g * m, D, F]``
+    of each group's heads, multiplied by ``encode [g, m, D, D]`` and summed.
     """
-    return torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(members, 0, encode.shape[:2]))
+    return torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(projections, 0, encode.shape[:2]))

@@ -19,9 +19,9 @@ compensated by the queries that read it.
 
 Groups of one head and identical heads fold exactly. All others are approximations:
 
-* A shared key is divided by its own length, token by token, whereas each member was divided by its
+* A shared key is divided by its own length, token by token, whereas each head was divided by its
   own. This costs most (four fifths of the error where norms were added to a trained model), and no
-  choice of gains removes it. Keys from the least-squares map, whose members are already divided,
+  choice of gains removes it. Keys from the least-squares map, whose heads are already divided,
   lose less: squared errors of the output of the four layers, 8 -> 2 heads, 0.058, 0.215, 0.165,
   0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped model with norms added and then trained,
   measured by a script in git history). Queries from such a map lost more in three of four layers.
@@ -57,7 +57,7 @@ def fold_normed_projections(
     """Fold keys and queries whose norms are replaced by average linear maps, and write the result
     as projections in front of norms of the same kinds.
 
-    ``encode [g, m, D, D]`` merges the ``m`` members of every shared key, ``decode [H, D, D]``
+    ``encode [g, m, D, D]`` merges the ``m`` heads of every shared key, ``decode [H, D, D]``
     changes the queries that read it; the heads of each group are adjacent. ``blocks [D, D]`` has
     ones where two dims may only be rescaled together (rotary pairs), else zeros. Returns the rows
     and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.

@@ -74,7 +74,7 @@ def compute_layer_moments(
     moment = compute_input_moment(statistics)
     keys = linearize_norm(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
-        # If the members' keys are divided before the fold, the shared head's norm has less left to
+        # If the heads' keys are divided before the fold, the shared head's norm has less left to
         # divide.
         fitted = linearize_norms(weights, statistics)
         keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
@@ -94,7 +94,7 @@ def compute_layer_moments(
 
 
 def fold_heads(
-    layer: LayerMoments, groups: Groups, objective: Objective = SCORES
+    layer_moments: LayerMoments, groups: Groups, objective: Objective = SCORES
 ) -> AttentionWeights:
     """Fold a layer's ``G`` KV heads to ``len(groups)`` shared heads; ``groups[i]`` lists the source
     heads that shared head ``i`` replaces, equally many in each group.
@@ -104,42 +104,44 @@ def fold_heads(
     device of the weights.
     """
     kv = [head for group in groups for head in group]
-    repeat = layer.weights.heads // layer.weights.kv_heads
+    repeat = layer_moments.weights.heads // layer_moments.weights.kv_heads
     q = [head * repeat + index for head in kv for index in range(repeat)]
-    source = reorder_heads(layer.weights, q, kv)
+    source = reorder_heads(layer_moments.weights, q, kv)
     if len(groups[0]) == 1:
         return source.map_tensors(Tensor.float)
     ordered = replace(
-        layer,
+        layer_moments,
         weights=source,
-        keys=layer.keys[kv],
-        queries=layer.queries[q],
-        values=layer.values[kv],
+        keys=layer_moments.keys[kv],
+        queries=layer_moments.queries[q],
+        values=layer_moments.values[kv],
     )
-    members = [layer.heads.select(group) for group in groups]
-    folded = _fold_keys(ordered, [objective.fit_key_head(group) for group in members])
-    folded = _fold_values(ordered, folded, [objective.fit_value_head(group) for group in members])
+    group_moments = [layer_moments.heads.select_heads(group) for group in groups]
+    folded = _fold_keys(ordered, [objective.fit_key_head(group) for group in group_moments])
+    folded = _fold_values(
+        ordered, folded, [objective.fit_value_head(group) for group in group_moments]
+    )
     return folded.map_tensors(Tensor.float)
 
 
-def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWeights:
+def _fold_keys(layer_moments: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWeights:
     """Return the layer's weights with keys, queries and their norms folded onto the shared key
     ``heads``; the layer's heads are ordered by groups.
     """
-    source = layer.weights
+    source = layer_moments.weights
     # The moments of keys and queries include the rotary amplitude, but these rows do not.
-    amplitudes = layer.rotary.expand_amplitude(layer.keys.rows)
+    amplitudes = layer_moments.rotary.expand_amplitude(layer_moments.keys.rows)
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
-    pair = torch.eye(layer.heads.pairs, dtype=torch.float64, device=source.q.device)
-    still = source.head_dim - layer.rotary.dims
+    pair = torch.eye(layer_moments.heads.pairs, dtype=torch.float64, device=source.q.device)
+    still = source.head_dim - layer_moments.rotary.dims
     blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
         pair.repeat(2, 2), pair.new_ones(still, still)
     )
-    encode, decode = _balance_row_norms(heads, layer.keys.affine, blocks)
+    encode, decode = _balance_row_norms(heads, layer_moments.keys.affine, blocks)
     (k, k_norm), (q, q_norm) = fold_normed_projections(
-        layer.keys, layer.queries, encode, decode, blocks, layer.moment
+        layer_moments.keys, layer_moments.queries, encode, decode, blocks, layer_moments.moment
     )
     q, q_bias = split_bias(q, source.q_bias is not None)
     k, k_bias = split_bias(k, source.k_bias is not None)
@@ -147,35 +149,35 @@ def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWei
 
 
 def _fold_values(
-    layer: LayerMoments, folded: AttentionWeights, heads: Sequence[SharedHead]
+    layer_moments: LayerMoments, folded: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
     """Return ``folded`` with values, output projection and biases folded onto the shared value
-    ``heads``; so far these are those of ``layer``.
+    ``heads``; so far these are those of ``layer_moments``.
     """
-    source = layer.weights
-    blocks = layer.values.new_ones(source.head_dim, source.head_dim)
-    encode, decode = _balance_row_norms(heads, layer.values, blocks)
+    source = layer_moments.weights
+    blocks = layer_moments.values.new_ones(source.head_dim, source.head_dim)
+    encode, decode = _balance_row_norms(heads, layer_moments.values, blocks)
     decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
     merged = merge_heads(encode, append_bias(source.v, source.v_bias))
     v, v_bias = split_bias(merged, source.v_bias is not None)
     output = torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
     folded = replace(folded, v=v, v_bias=v_bias, o=output)
-    return _fold_value_biases(source, folded, layer.moment[-1, :-1])
+    return _fold_value_biases(source, folded, layer_moments.moment[-1, :-1])
 
 
 def _balance_row_norms(
-    heads: Sequence[SharedHead], members: Tensor, blocks: Tensor
+    heads: Sequence[SharedHead], projections: Tensor, blocks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return all groups' ``encode [g, m, D, D]`` and ``decode [n, D, D]``, scaled so that a shared
-    head's rows have the mean norm of the rows ``members [G, D, F]`` that it replaces.
+    head's rows have the mean norm of the rows ``projections [G, D, F]`` that it replaces.
 
     ``blocks [D, D]`` has ones where two dims are in one block, else zeros.
     """
     encode = torch.stack([head.encode for head in heads])
     decode = torch.stack([head.decode for head in heads])
-    before = (members.square().sum(-1) @ blocks).sqrt()
+    before = (projections.square().sum(-1) @ blocks).sqrt()
     before = torch.unflatten(before, 0, encode.shape[:2]).mean(1)
-    after = (merge_heads(encode, members).square().sum(-1) @ blocks).sqrt()
+    after = (merge_heads(encode, projections).square().sum(-1) @ blocks).sqrt()
     # Leave all-zero rows unchanged.
     factor = torch.where((before > 0) & (after > 0), before / after, 1.0)
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The default objective of a fold: fits shared keys and queries to the scores of the members.
+"""The default objective of a fold: fits shared keys and queries to the scores of the heads.
 
 The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all
 distances, different rotary pairs do not interact, and one complex principal component per pair is
@@ -15,7 +15,7 @@ distances ``<M>_h = E[R(delta) M R(delta)^T]``, either side with the other fixed
 problem of size ``D``:
 
     <sum_ij B_i K_ij B_j^T>_h A_h   = <sum_j B_j K_jh>_h                  (one per query head)
-    sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
+    sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the query heads h of head j of <A_h Q_h>_-h
 
 where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
 (`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h``
@@ -73,8 +73,8 @@ def fit_principal_keys(group: GroupMoments) -> SharedHead:
     """Return the key head that the heads of ``group`` will share, in closed form (`share_keys`).
     Its ``decode [n, D, D]`` maps the shared key to what each of the ``n`` query heads reads.
     """
-    member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
-    return share_keys(group.keys, member_queries, group.pairs).repeat_decode(
+    queries_by_head = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
+    return share_keys(group.keys, queries_by_head, group.pairs).repeat_decode(
         group.query_heads_per_kv_head
     )
 
@@ -107,7 +107,7 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUND
 
 def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """Return the second moments of the shared keys, ``<E[k' k'^T]>_h``, and theirs with the
-    members' keys, ``<E[k' k_j^T]>_h``, averaged over distances: both ``[n, D, D]``.
+    heads' keys, ``<E[k' k_j^T]>_h``, averaged over distances: both ``[n, D, D]``.
     """
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)

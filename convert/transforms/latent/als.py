@@ -171,7 +171,7 @@ class LatentLeastSquares:
     value_weight: ``[G, D, D]``, the squared output error per error of a value
     """
 
-    layer: LayerProjections
+    projections: LayerProjections
     covariance: Tensor
     mean: Tensor
     mean_weight: Tensor
@@ -184,7 +184,7 @@ class LatentLeastSquares:
 
 
 def alternate_least_squares(
-    layer: LayerProjections,
+    projections: LayerProjections,
     queries: Tensor,
     moment: Tensor,
     theta: Tensor,
@@ -202,13 +202,13 @@ def alternate_least_squares(
     """
     cov = compute_covariance(moment)
     mean = moment[-1]
-    values = layer.values[..., :-1]
+    values = projections.values[..., :-1]
     # A score error moves about as much output as the values vary: the output energy of an average
     # head.
-    output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
-    same, cross = make_rotation_moments(distances, theta.to(cov), layer.rotary.theta.to(cov))
+    output = (projections.metric * (values @ cov @ values.mT)).sum() / len(projections.queries)
+    same, cross = make_rotation_moments(distances, theta.to(cov), projections.rotary.theta.to(cov))
     problem = LatentLeastSquares(
-        layer=layer,
+        projections=projections,
         covariance=cov,
         mean=mean,
         mean_weight=torch.zeros_like(mean[:-1]) if centered else torch.linalg.solve(cov, mean[:-1]),
@@ -216,8 +216,8 @@ def alternate_least_squares(
         same=same,
         cross=cross,
         centered=centered,
-        query_weight=queries * layer.scale**2 * output,
-        value_weight=layer.metric * VALUE_WEIGHT,
+        query_weight=queries * projections.scale**2 * output,
+        value_weight=projections.metric * VALUE_WEIGHT,
     )
     for _ in range(ALS_ROUNDS):
         factors = _solve_down_projection(problem, _solve_up_projections(problem, factors))
@@ -235,8 +235,8 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
 
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
-    layer = problem.layer
-    keys = layer.keys.repeat_interleave(layer.query_heads_per_kv_head, 0)
+    projections = problem.projections
+    keys = projections.keys.repeat_interleave(projections.query_heads_per_kv_head, 0)
     latent = factors.down[-factors.rank :]
     spread = factors.down[:, :-1] @ problem.covariance
     mean = factors.down @ problem.mean
@@ -248,7 +248,9 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
     return replace(
         factors,
         up_keys=_solve_regression(factors.up_keys, seen, cross.mT),
-        up_values=_solve_regression(factors.up_values, latent @ weighted, layer.values @ weighted),
+        up_values=_solve_regression(
+            factors.up_values, latent @ weighted, projections.values @ weighted
+        ),
     )
 
 
@@ -281,7 +283,7 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
     If centered, the second equation eliminates the mean from the first, as if ``c`` were 0, and ``L
     m + b`` changes by ``M^-1 p``.
     """
-    layer = problem.layer
+    projections = problem.projections
     rank = factors.rank
     linear = factors.down[:, :-1]
     bias = factors.down[:, -1]
@@ -292,17 +294,18 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
     )
     by_head = problem.cross.compute_gradient_factors(weighted)
     of_keys, of_means = (
-        torch.unflatten(part, 0, (-1, layer.query_heads_per_kv_head)).sum(1) for part in by_head
+        torch.unflatten(part, 0, (-1, projections.query_heads_per_kv_head)).sum(1)
+        for part in by_head
     )
-    P = (of_keys @ layer.keys[..., :-1]).sum(0)
-    p = (of_means @ (layer.keys @ problem.mean)[..., None]).sum((0, 2))
+    P = (of_keys @ projections.keys[..., :-1]).sum(0)
+    p = (of_means @ (projections.keys @ problem.mean)[..., None]).sum((0, 2))
     weighted = factors.up_values.mT @ problem.value_weight  # [G, R, D]
     needed = (weighted @ factors.up_values).sum(0)
     V[-rank:, -rank:] += needed
-    P[-rank:] += (weighted @ layer.values[..., :-1]).sum(0)
+    P[-rank:] += (weighted @ projections.values[..., :-1]).sum(0)
     if not problem.centered:
         M[-rank:, -rank:] += needed
-        p[-rank:] += torch.einsum("grd,gde,e->r", weighted, layer.values, problem.mean)
+        p[-rank:] += torch.einsum("grd,gde,e->r", weighted, projections.values, problem.mean)
     P -= V @ linear
     p -= M @ present
     # Damping is relative to the energy of each row; rows without energy do not change.

@@ -78,26 +78,26 @@ def factor_layer(
     ``centered``.
     """
     statistics = statistics.to(weights.q.device)
-    layer = build_projections(weights, statistics, rotary, scale, key_constant=True)
+    projections = build_projections(weights, statistics, rotary, scale, key_constant=True)
     moment = compute_input_moment(statistics)
-    queries = compute_head_moments(layer.queries, moment)
+    queries = compute_head_moments(projections.queries, moment)
     # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
-    split = split_rotary_keys(layer, slots, queries, moment)
+    split = split_rotary_keys(projections, slots, queries, moment)
     gains = compute_pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     # root root^T is the covariance of the inputs, or their second moment.
     root = torch.linalg.cholesky(compute_covariance(moment) if centered else moment[:-1, :-1])
     down, readout = compute_principal_basis(
-        _stack_key_and_value_rows(layer, queries, split[2], gains, root), root, rank
+        _stack_key_and_value_rows(projections, queries, split[2], gains, root), root, rank
     )
-    factors = _join_factors(layer, split, gains, down, readout)
+    factors = _join_factors(projections, split, gains, down, readout)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
         factors = als.alternate_least_squares(
-            layer, queries, moment, slots.theta, distances, factors, centered=centered
+            projections, queries, moment, slots.theta, distances, factors, centered=centered
         )
-    return _make_latent_weights(layer, factors, slots, moment[-1], distances, centered)
+    return _make_latent_weights(projections, factors, slots, moment[-1], distances, centered)
 
 
 def factor_by_svd(
@@ -118,23 +118,23 @@ def factor_by_svd(
     latent and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
     blank = make_blank_statistics(weights, gain)
-    layer = build_projections(weights, blank, rotary, scale)
+    projections = build_projections(weights, blank, rotary, scale)
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
-    queries = compute_head_moments(layer.queries, moment)
-    split = split_rotary_keys(layer, slots, queries, moment)
-    rows = torch.cat([split[2], layer.values])[..., :-1].flatten(0, 1)
+    queries = compute_head_moments(projections.queries, moment)
+    split = split_rotary_keys(projections, slots, queries, moment)
+    rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
     down, readout = compute_principal_basis(rows, moment[:-1, :-1], rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     # Text of one token: every rotation is 1.
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
-    factors = _join_factors(layer, split, gains, down / norm, readout * norm)
-    return _make_latent_weights(layer, factors, slots, moment[-1], distances, centered=False)
+    factors = _join_factors(projections, split, gains, down / norm, readout * norm)
+    return _make_latent_weights(projections, factors, slots, moment[-1], distances, centered=False)
 
 
 def _join_factors(
-    layer: LayerProjections,
+    projections: LayerProjections,
     split: tuple[Tensor, Tensor, Tensor],
     gains: Tensor,
     down: Tensor,
@@ -144,16 +144,16 @@ def _join_factors(
     (``down``, ``readout``) for the remaining keys, multiplied by ``gains [H, L]``, and the values.
     """
     rope_key, up_rope, rest = split
-    keys = multiply_pairs(rest.repeat_interleave(layer.query_heads_per_kv_head, 0), gains)
+    keys = multiply_pairs(rest.repeat_interleave(projections.query_heads_per_kv_head, 0), gains)
     return LatentFactors(
         down=torch.cat([rope_key, pad(down, (0, 1))]),
         up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
-        up_values=layer.values[..., :-1] @ readout,
+        up_values=projections.values[..., :-1] @ readout,
     )
 
 
 def _stack_key_and_value_rows(
-    layer: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
+    projections: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
 ) -> Tensor:
     """Return the unrotated keys ``rest [G, D, E+1]`` in units of scores, and the values in units of
     the output, as rows ``[n, E]`` for inputs whitened by ``root [E, E]``.
@@ -161,14 +161,14 @@ def _stack_key_and_value_rows(
     # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
     # two dims of a pair.
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
-    half = layer.rotary.dims // 2
+    half = projections.rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
-    energy = torch.unflatten(energy, 0, (-1, layer.query_heads_per_kv_head)).sum(1)
+    energy = torch.unflatten(energy, 0, (-1, projections.query_heads_per_kv_head)).sum(1)
     # A value's unit is the layer's output: M^{1/2} v.
-    metric, _ = compute_metric_root(layer.metric)
+    metric, _ = compute_metric_root(projections.metric)
     blocks = []
-    for block in (rest * energy.sqrt()[..., None], metric @ layer.values):
+    for block in (rest * energy.sqrt()[..., None], metric @ projections.values):
         rows = block[..., :-1].flatten(0, 1) @ root
         blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
     return torch.cat(blocks)
@@ -196,7 +196,7 @@ def compute_principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tens
 
 
 def _make_latent_weights(
-    layer: LayerProjections,
+    projections: LayerProjections,
     factors: LatentFactors,
     slots: RotarySlots,
     mean: Tensor,
@@ -206,44 +206,46 @@ def _make_latent_weights(
     """Return the weights of the latent attention layer described by ``factors``; ``mean [E+1]`` is
     that of the inputs ``[x; 1]``.
     """
-    source = layer.source
+    source = projections.source
     rope = slots.rope_dim
     rope_key = factors.down[:rope]
     down = factors.down[rope:, :-1]
-    rope_query = torch.einsum("hdp,hde->hpe", factors.up_keys[..., :rope], layer.queries)
+    rope_query = torch.einsum("hdp,hde->hpe", factors.up_keys[..., :rope], projections.queries)
     q_biased = source.q_bias is not None
     o_bias = source.o_bias
     if centered or source.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
-        constant = layer.values @ mean if centered else layer.values[..., -1]
-        constant = constant.repeat_interleave(layer.query_heads_per_kv_head, 0)
+        constant = projections.values @ mean if centered else projections.values[..., -1]
+        constant = constant.repeat_interleave(projections.query_heads_per_kv_head, 0)
         moved = torch.einsum("ehd,hd->e", source.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()
     # Maps in place of norms are float64.
-    divided = layer.divisors is not None
+    divided = projections.divisors is not None
     dtype = torch.float64 if divided else torch.promote_types(source.q.dtype, torch.float32)
     latent = LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
-        q_nope=layer.queries[..., :-1],
+        q_nope=projections.queries[..., :-1],
         q_rope=rope_query[..., :-1],
         uk=factors.up_keys[..., rope:],
-        uv=factors.up_values.repeat_interleave(layer.query_heads_per_kv_head, 0),
+        uv=factors.up_values.repeat_interleave(projections.query_heads_per_kv_head, 0),
         o=source.o,
         theta=slots.theta,
-        scale=layer.scale,
+        scale=projections.scale,
         down_bias=-(down @ mean[:-1]) if centered else None,
         rope_key_bias=rope_key[:, -1] if centered or source.k_bias is not None else None,
-        q_nope_bias=layer.queries[..., -1] if q_biased else None,
+        q_nope_bias=projections.queries[..., -1] if q_biased else None,
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
     ).map_tensors(lambda tensor: tensor.to(dtype).contiguous())
-    return latent if not divided else _keep_source_norms(latent, layer, factors, mean, distances)
+    return (
+        latent if not divided else _keep_source_norms(latent, projections, factors, mean, distances)
+    )
 
 
 def _keep_source_norms(
     latent: LatentWeights,
-    layer: LayerProjections,
+    projections: LayerProjections,
     factors: LatentFactors,
     mean: Tensor,
     distances: DistanceMixture,
@@ -252,22 +254,28 @@ def _keep_source_norms(
     fitted to keys that one constant per head divides in place of the norm, so the weights that
     read the latent are multiplied by that constant.
     """
-    source = layer.source
-    assert layer.divisors is not None
+    source = projections.source
+    assert projections.divisors is not None
     assert source.q_norm is not None
     assert source.k_norm is not None
     rope = latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
-    constant = (layer.keys @ mean).repeat_interleave(layer.query_heads_per_kv_head, 0)[..., None]
-    constant = multiply_pairs(constant, average_rotation_factors(distances, layer.rotary.theta))
+    constant = (projections.keys @ mean).repeat_interleave(projections.query_heads_per_kv_head, 0)[
+        ..., None
+    ]
+    constant = multiply_pairs(
+        constant, average_rotation_factors(distances, projections.rotary.theta)
+    )
     in_rope = (factors.down[:rope] @ mean).expand(latent.heads, -1)[..., None]
     in_rope = multiply_pairs(
         in_rope, average_rotation_factors(distances, latent.theta)
     )  # [H, P, 1]
     constant = constant - factors.up_keys[..., :rope] @ in_rope
-    divisors = layer.divisors.repeat_interleave(layer.query_heads_per_kv_head)[:, None, None]
-    times = divisors * layer.rotary.expand_amplitude(constant)
+    divisors = projections.divisors.repeat_interleave(projections.query_heads_per_kv_head)[
+        :, None, None
+    ]
+    times = divisors * projections.rotary.expand_amplitude(constant)
     up_keys = factors.up_keys * times
     norms = LatentHeadNorms(
         q=source.q,

@@ -78,15 +78,15 @@ class LayerSurvey:
 
 
 def compute_pair_components(
-    layer: LayerProjections, queries: Tensor, moment: Tensor
+    projections: LayerProjections, queries: Tensor, moment: Tensor
 ) -> PairComponents:
     """Return the principal components over heads of each rotary pair of a layer's keys, from the
     second moments ``queries [H, D, D]`` and ``moment [E+1, E+1]`` of the inputs.
     """
-    half = layer.rotary.dims // 2
+    half = projections.rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     energy = energy[:, :half] + energy[:, half : 2 * half]
-    keys = torch.complex(layer.keys[:, :half], layer.keys[:, half : 2 * half])
+    keys = torch.complex(projections.keys[:, :half], projections.keys[:, half : 2 * half])
     scales = torch.unflatten(energy, 0, (len(keys), -1)).sum(1)
     # Keys are divided by their scales later: the floor keeps heads that no query reads finite.
     scales = scales.clamp_min(scales.max().clamp_min(torch.finfo(scales.dtype).tiny) * 1e-12).sqrt()
@@ -96,16 +96,20 @@ def compute_pair_components(
 
 
 def split_rotary_keys(
-    layer: LayerProjections, slots: RotarySlots, queries: Tensor, moment: Tensor
+    projections: LayerProjections, slots: RotarySlots, queries: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a layer's keys into shared rotary keys for ``slots``, ``[P, E+1]``, each head's
     up-projection of these, ``[H, D, P]``, and the remaining keys ``[G, D, E+1]``.
     """
-    rotary = layer.rotary.dims
-    up_keys = layer.keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
+    rotary = projections.rotary.dims
+    up_keys = projections.keys.new_zeros(*projections.queries.shape[:2], slots.rope_dim)
     if not rotary:
-        return layer.keys.new_zeros(slots.rope_dim, layer.keys.shape[-1]), up_keys, layer.keys
-    pairs = compute_pair_components(layer, queries, moment)
+        return (
+            projections.keys.new_zeros(slots.rope_dim, projections.keys.shape[-1]),
+            up_keys,
+            projections.keys,
+        )
+    pairs = compute_pair_components(projections, queries, moment)
     left = pairs.keys.clone()
     maps = left.new_zeros(*left.shape[:2], slots.rope_dim // 2)  # [G, L, P/2]
     shared: list[Tensor] = []
@@ -120,9 +124,11 @@ def split_rotary_keys(
         maps[:, pair, len(shared) : len(shared) + count] = factors * unit
         shared.extend(components / unit)
     rope_key = torch.stack(shared)
-    rest = torch.cat([left.real, left.imag, layer.keys[:, rotary:]], 1)
+    rest = torch.cat([left.real, left.imag, projections.keys[:, rotary:]], 1)
     # From the real parts of the shared keys, then from their imaginary parts.
-    columns = torch.cat([maps, 1j * maps], 2).repeat_interleave(layer.query_heads_per_kv_head, 0)
+    columns = torch.cat([maps, 1j * maps], 2).repeat_interleave(
+        projections.query_heads_per_kv_head, 0
+    )
     up_keys[:, :rotary] = torch.cat([columns.real, columns.imag], 1)
     return torch.cat([rope_key.real, rope_key.imag]), up_keys, rest
 
@@ -147,8 +153,10 @@ def survey_layer(
         return LayerSurvey(theta.new_zeros(0, weights.kv_heads), theta)
     statistics = statistics.to(weights.q.device)
     moment = compute_input_moment(statistics)
-    layer = build_projections(weights, statistics, rotary, 1.0)
-    pairs = compute_pair_components(layer, compute_head_moments(layer.queries, moment), moment)
+    projections = build_projections(weights, statistics, rotary, 1.0)
+    pairs = compute_pair_components(
+        projections, compute_head_moments(projections.queries, moment), moment
+    )
     # The best constant in place of a rotation preserves this share of a pair's energy.
     retained = compute_pair_gains(statistics, rotary, context).abs().square()
     share = pairs.query_energy

@@ -1,5 +1,5 @@
-"""An objective in one file: shared keys that are near the members' keys, whatever the queries read
-of them.
+"""An objective in one file: shared keys that are near the keys of the heads, whatever the queries
+read of them.
 """
 
 import torch
@@ -12,8 +12,8 @@ from kvfold.convert.transforms.fold.score_fit import ScoreObjective
 @register_objective("nearest-keys")
 class NearestKeys(ScoreObjective):
     def fit_key_head(self, group: GroupMoments) -> SharedHead:
-        members, dims = group.keys.shape[:2]
-        alike = torch.eye(dims).to(group.keys).expand(members, dims, dims)
+        heads, dims = group.keys.shape[:2]
+        alike = torch.eye(dims).to(group.keys).expand(heads, dims, dims)
         return share_keys(group.keys, alike, group.pairs).repeat_decode(
             group.query_heads_per_kv_head
         )

@@ -59,7 +59,7 @@ def test_finds_the_heads_that_are_alike(members: tuple[tuple[int, ...], ...], re
 
 def test_the_candidate_with_the_least_error_is_taken():
     weights = alike(PAIRS)
-    wanted = principal.fold_heads(pairs_of(weights, 100).layer, PAIRS)
+    wanted = principal.fold_heads(pairs_of(weights, 100).layer_moments, PAIRS)
     layer = FoldLayer(
         index=0,
         weights=weights,
