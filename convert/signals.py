@@ -1,25 +1,21 @@
-"""Signals that end a command, code that they must not interrupt, and limits for foreign code.
+"""Signals that end a command, and code that they must not interrupt.
 
 A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the
 call that creates a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``.
 ``DeferredSignals`` prevents both.
 """
 
-import ctypes
-import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 # Ctrl-C, job schedulers and containers, a closed terminal
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MEMORY = 512 << 20
 _CLEAN_UP_SECONDS = 10  # in which further signals are ignored; chosen
 
 
@@ -107,40 +103,3 @@ def interrupt_on_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def limit_resources(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after ``seconds``, and MemoryError beyond 512 MiB, while the context
-    lasts, in any thread.
-
-    For data from a checkpoint that Python code interprets, such as a chat template: a single
-    operation in C is not interrupted, but cannot get the memory either.
-    """
-    ended = threading.Event()
-    thread = ctypes.c_ulong(threading.get_ident())
-    timeout = ctypes.py_object(TimeoutError)
-
-    def watch_limits() -> None:
-        """Raise TimeoutError in the calling thread every ``seconds`` until the context ends."""
-        # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
-        while not ended.wait(seconds):
-            # no signal: it would reach only the main thread
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, timeout)
-
-    watcher = threading.Thread(target=watch_limits, daemon=True)
-    watcher.start()
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    statistics = Path("/proc/self/statm")
-    if statistics.exists():  # Linux
-        present = int(statistics.read_text().split()[5]) * resource.getpagesize()
-        soft = present + _MEMORY
-        if before != resource.RLIM_INFINITY:
-            soft = min(soft, before)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
-        ended.set()
-        watcher.join()

@@ -1,5 +1,6 @@
 """``kvfold chat``: answers of one model, or of two side by side."""
 
+import io
 import sys
 
 import click
@@ -21,4 +22,6 @@ def chat(request: ChatRequest) -> None:
     check_models_open(request.model, *filter(None, [request.against]))
     from kvfold.convert.measure.chat import answer_prompts
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # text that is not UTF-8 must not end a chat
+        sys.stdin.reconfigure(errors="replace")
     answer_prompts(request, sys.stdin)

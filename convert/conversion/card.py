@@ -22,9 +22,9 @@ from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.conversion.results import format_losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
+from kvfold.convert.limited_process import LimitedProcess
 from kvfold.convert.options import collect_options, format_argv
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.signals import limit_resources
 from kvfold.convert.text.corpus import parse_text_share
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def format_front_matter(source: Checkpoint) -> str:
     # No card, or no YAML in it, whatever its parser raises, is no reason to stop a conversion.
     with suppress(Exception):
         block = REGEX_YAML_BLOCK.search(read_checkpoint_file(source.folder, CARD).decode())
-        with limit_resources(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
-            known = {} if block is None else dict(yaml.safe_load(block[2]))
+        if block is not None:  # YAML takes a minute for a few megabytes
+            known = dict(LimitedProcess(yaml.safe_load, _CARD_SECONDS).call(block[2]))
 
     def get_strings(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
         """Return the string or list of strings under the metadata key ``name``, or None if a value

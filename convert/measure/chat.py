@@ -18,12 +18,16 @@ from transformers import GenerationConfig
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_compute_dtype, choose_device
+from kvfold.convert.errors import InputError, escape_text
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_progress_bars
+from kvfold.convert.text.corpus import render_chat
 from kvfold.convert.text.tokenizer import load_tokenizer
 
 _SEPARATOR = " | "
+_POSITIONS = 1 << 17  # of a model whose config names no maximum
+_LONGEST_TOKEN = 64  # characters: longer ones, of spaces, do not fill a conversation
 
 
 @dataclass
@@ -41,18 +45,31 @@ class ChatModel:
     def answer_prompt(self, prompt: str, max_new_tokens: int) -> str:
         """The greedy answer to ``prompt`` as text, which is added to the conversation. A model
         without a chat template continues the prompt.
+
+        If the conversation exceeds the model's positions, the text says so, and a new one begins.
         """
         self.messages.append({"role": "user", "content": prompt})
+        positions = getattr(self.model.config, "max_position_embeddings", None) or _POSITIONS
+        longest = positions * _LONGEST_TOKEN
         if self.tokenizer.chat_template is None:
-            tokens = self.tokenizer(prompt)["input_ids"]
+            tokens = self.tokenizer(prompt[:longest], verbose=False)["input_ids"]
         else:
-            tokens = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_dict=False
-            )
+            try:
+                text = render_chat(
+                    self.tokenizer, self.messages, longest, add_generation_prompt=True
+                )
+            except ValueError as error:
+                raise InputError(
+                    f"{error}; correct chat_template.jinja or tokenizer_config.json"
+                ) from None
+            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) + max_new_tokens > positions:
+            self.messages.clear()
+            return f"({len(tokens)} tokens and a reply exceed {positions} positions; starting anew)"
         reply = generate_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
-        text: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
-        self.messages.append({"role": "assistant", "content": text})
-        return text
+        answer: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
 
 
 @torch.no_grad()
@@ -102,7 +119,8 @@ def format_columns(texts: Sequence[str], width: int) -> str:
     column_width = max(16, width // len(texts) - len(_SEPARATOR))
     columns = []
     for text in texts:
-        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in text.splitlines()]
+        lines = map(escape_text, text.expandtabs().splitlines())
+        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in lines]
         columns.append([line for paragraph in paragraphs for line in paragraph])
     rows = [
         _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
@@ -124,4 +142,4 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
         answers = [speaker.answer_prompt(prompt, request.max_new_tokens) for speaker in speakers]
-        click.echo(f"> {prompt}\n{format_columns(answers, width)}\n")
+        click.echo(f"> {escape_text(prompt)}\n{format_columns(answers, width)}\n")

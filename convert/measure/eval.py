@@ -253,7 +253,10 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
             prefix = find_prefix_tokens(tokenizer)
             text = f"{prompt}\n"
         else:
-            text = render_chat(tokenizer, [{"role": "user", "content": prompt}], reply=True)
+            messages = [{"role": "user", "content": prompt}]
+            # the empty thoughts of models that think come before the reply
+            ending = {"add_generation_prompt": True, "enable_thinking": False}
+            text = render_chat(tokenizer, messages, **ending)
         encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
         tokens.append(torch.tensor([*prefix, *encoded]))
     return tokens

@@ -9,9 +9,11 @@ buffer of rows rather than the whole file, and does not report the line at fault
 # No torch at the top: commands check the names of texts before they load anything heavy.
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,8 @@ from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.files import decode_file_name, parse_json_value
 from kvfold.convert.data import ShippedText, read_documents
 from kvfold.convert.errors import InputError, option_error, summarize_error
+from kvfold.convert.limited_process import LimitedProcess
 from kvfold.convert.request import SELF
-from kvfold.convert.signals import limit_resources
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +41,9 @@ _WRITTEN = 0.5
 _SNIFFED = 1 << 16  # bytes of a file in which binary data shows
 _CELL = 1 << 18  # bytes
 _RENDER_SECONDS = 5.0
-_RENDERED = 1 << 26  # characters
+_RENDERED = 1 << 16  # characters of a dialogue, if nothing else says how many are of use
+# A template may write several times the text of a row.
+_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,16 @@ class Corpus:
         documents: list[str] = []
         size = 0
         source = self.source
-        for text in self._read_dataset(source) if isinstance(source, str) else source:
+        for text in self._read_dataset(source, limit) if isinstance(source, str) else source:
             if size >= limit:
                 return documents, False
             documents.append(text)
             size += len(text)
         return documents, True
 
-    def _read_dataset(self, spec: str) -> Iterator[str]:
-        """Yield the documents of the dataset ``spec`` in shuffled order. Raises InputError if it
-        cannot be loaded.
+    def _read_dataset(self, spec: str, limit: int) -> Iterator[str]:
+        """Yield the documents of the dataset ``spec`` in shuffled order; of ``limit`` see
+        `read_documents`. Raises InputError if the dataset cannot be loaded.
         """
         import datasets  # pyright: ignore[reportMissingImports]
 
@@ -103,7 +107,7 @@ class Corpus:
                 f" ({summarize_error(error)}); {_ACCEPTED_TEXTS}",
             ) from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
-            yield self._parse_row(row, f"{spec}, row {number}")
+            yield self._parse_row(row, f"{spec}, row {number}", _GROWTH * limit)
 
     def _read_file(self, path: Path, limit: int) -> tuple[list[str], bool]:
         """The documents in the file ``path``, or in randomly drawn pieces of it if it has more than
@@ -111,8 +115,9 @@ class Corpus:
         """
         size = path.stat().st_size
         if size <= limit:
-            return list(self.parse_documents(path, 0, path.read_bytes())), True
-        documents: list[str] = []
+            documents = list(self.parse_documents(path, 0, path.read_bytes(), limit))
+            return documents, sum(map(len, documents)) < _GROWTH * limit
+        documents = []
         cells = draw_permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
         with path.open("rb") as file:
             for cell in sorted(cells.tolist()):
@@ -123,12 +128,14 @@ class Corpus:
                 first = 0 if cell == 0 else raw.find(b"\n") + 1
                 last = raw.rfind(b"\n") + 1
                 if first < last:
-                    documents += self.parse_documents(path, cell * _CELL + first, raw[first:last])
+                    offset = cell * _CELL + first
+                    documents += self.parse_documents(path, offset, raw[first:last], _CELL)
         return documents, False
 
-    def parse_documents(self, path: Path, start: int, raw: bytes) -> Iterator[str]:
+    def parse_documents(self, path: Path, start: int, raw: bytes, limit: int) -> Iterator[str]:
         """Yield the documents in ``raw``, bytes that begin at offset ``start`` of the file
-        ``path``.
+        ``path``. Of chats, whose template may write any number of characters, those beyond four
+        times ``limit`` are cut.
         """
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
@@ -141,11 +148,14 @@ class Corpus:
             yield text
             return
         after = f" after byte {start}" if start else ""
+        left = _GROWTH * limit
         for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield self._parse_row(line, f"{path}, line {number}{after}")
+            if line.strip() and left > 0:
+                document = self._parse_row(line, f"{path}, line {number}{after}", left)
+                left -= len(document)
+                yield document
 
-    def _parse_row(self, row: Any, where: str) -> str:
+    def _parse_row(self, row: Any, where: str, longest: int) -> str:
         """The document in a dataset row or a line of JSON. Raises InputError with ``where``, the
         row's place, if it contains no text.
         """
@@ -156,7 +166,7 @@ class Corpus:
             text = fields.get("text")
             messages = fields.get("messages")
             if isinstance(messages, list) and not isinstance(text, str):
-                text = render_chat(self.tokenizer, messages)
+                text = render_chat(self.tokenizer, messages, longest)
             if not isinstance(text, str):
                 raise ValueError("neither `text` nor `messages`")
             # No tokenizer could read half of a surrogate pair.
@@ -189,29 +199,39 @@ def open_corpus(
     return Corpus(f"dataset {name}", spec, option, tokenizer, seed)
 
 
-def render_chat(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
-    """The chat ``messages`` as text, by the tokenizer's chat template. Raises ValueError if there
-    is no template or it fails, InputError if it takes too long.
-
-    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
-    models that think.
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], longest: int = _RENDERED, **ending: bool
+) -> str:
+    """The first ``longest`` characters of the chat ``messages`` as text, by the tokenizer's chat
+    template, which gets ``ending`` too. Raises ValueError if there is no template or it fails,
+    InputError if it takes too much time or memory.
     """
-    ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
+    renderer = _start_renderer(tokenizer, json.dumps(tokenizer.chat_template), _RENDER_SECONDS)
     try:
-        with limit_resources(_RENDER_SECONDS):
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
-        if len(text) > _RENDERED:
-            raise MemoryError
+        text: str = renderer.call(messages, longest, ending)
         return text
-    except (TimeoutError, MemoryError):
+    except TimeoutError:
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or"
-            f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or {_RENDERED}"
-            " characters for a document; correct it, or use rows with `text`"
+            f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or 512 MiB for a"
+            " document; correct it, or use rows with `text`"
         ) from None
-    except Exception as error:  # a template is its author's code and may raise anything
+    except ValueError as error:  # a template is its author's code and may raise anything
         reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
         raise ValueError(reason) from error
+
+
+@lru_cache(maxsize=2)
+def _start_renderer(tokenizer: Any, template: str, seconds: float) -> LimitedProcess:
+    """The process that renders chats for ``tokenizer`` with its present ``template``."""
+
+    def render_messages(
+        messages: list[Mapping[str, Any]], longest: int, ending: Mapping[str, bool]
+    ) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
+        return text[:longest]
+
+    return LimitedProcess(render_messages, seconds)
 
 
 def parse_text_share(spec: str) -> tuple[str, float]:

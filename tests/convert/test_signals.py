@@ -4,9 +4,7 @@ They are raised in the thread itself: one that is sent to the process may reach 
 first, and come late.
 """
 
-import resource
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from kvfold.convert import signals
 from kvfold.convert.checkpoint import atomic
-from kvfold.convert.signals import interrupt_on_signals, limit_resources
+from kvfold.convert.signals import interrupt_on_signals
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -80,20 +78,3 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
         work()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the use of memory from /proc")
-def test_a_limit_of_memory_is_lowered_but_never_raised():
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-
-    def limit_below(given: int) -> int:
-        resource.setrlimit(resource.RLIMIT_DATA, (given, hard))
-        with limit_resources(60):
-            return resource.getrlimit(resource.RLIMIT_DATA)[0]
-
-    try:
-        lowered = limit_below(1 << 40)
-        assert lowered < 1 << 40
-        assert limit_below(lowered - 1) == lowered - 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))

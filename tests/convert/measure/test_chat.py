@@ -8,7 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvfold.attention.deepseek import ABSORBED
+from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
 from kvfold.convert.measure.chat import (
     answer_prompts,
     format_columns,
@@ -16,6 +18,7 @@ from kvfold.convert.measure.chat import (
     load_chat_model,
 )
 from kvfold.convert.request import ChatRequest
+from kvfold.convert.text import corpus
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
@@ -77,3 +80,22 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     assert shown[0].startswith(str(chatty))
     assert f" | {other}" in shown[0]
     assert [line for line in shown if line.startswith(">")] == ["> The list", "> The set"]
+
+
+def test_lines_that_are_too_long_or_no_text_do_not_end_a_chat(chatty, capfdbinary, monkeypatch):
+    speaker = load_chat_model(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
+    assert "starting anew" in speaker.answer_prompt("word " * 40_000, 4)
+    assert speaker.messages == []
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \x1b[2J\n")))
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", str(chatty), "--max-new-tokens", "2", "--device", "cpu"])
+    assert ended.value.code == 0
+    assert b"> caf\xef\xbf\xbd \\x1b[2J\n" in capfdbinary.readouterr().out
+
+
+def test_a_template_of_a_chat_is_limited(chatty, monkeypatch):
+    monkeypatch.setattr(corpus, "_RENDER_SECONDS", 0.5)
+    speaker = load_chat_model(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
+    speaker.tokenizer.chat_template = "{{ 3 ** (10 ** 9) }}"
+    with pytest.raises(InputError, match="the chat template"):
+        speaker.answer_prompt("hi", 4)

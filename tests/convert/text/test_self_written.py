@@ -68,8 +68,9 @@ def test_the_template_is_completed_after_each_turn(model):
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
         "{{ 'a' * 10**10 }}",
+        "{{ 3 ** (10 ** 9) }}",
     ],
-    ids=["time", "output", "memory"],
+    ids=["time", "output", "memory", "operation"],
 )
 def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypatch):
     monkeypatch.setattr(text_corpus, "_RENDER_SECONDS", 0.5)
@@ -80,7 +81,7 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
     for use in (lambda: find_turn_tokens(tokenizer, "m"), lambda: corpus.read_documents(100)):
         with pytest.raises(
             InputError,
-            match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc",
+            match=r"demo: the chat template \(chat_template.jinja .* more than 0.5 s or 512 MiB",
         ):
             use()
 

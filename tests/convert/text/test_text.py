@@ -175,6 +175,15 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
     assert any(piece.startswith("[user]") for piece in decoded(found, tokenizer))
 
 
+def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ 'ab ' * 10**7 }}"
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 40
+    corpus = open_corpus(str(write_lines(tmp_path / "chats.jsonl", rows)), tokenizer, 0)
+    documents, complete = corpus.read_documents(1 << 12)
+    assert (sum(map(len, documents)), complete) == (4 << 12, False)
+
+
 @pytest.mark.parametrize(
     "row",
     [
