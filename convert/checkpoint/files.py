@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ INDEX = "model.safetensors.index.json"
 LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FILES = json.loads(Path(__file__).with_name("files.json").read_text())
 WEIGHT_SUFFIXES: list[str] = _FILES["weight_suffixes"]
-# Files that are passed on with the weights: how to use them, and under which terms
-EXTRA_PATTERNS: list[str] = _FILES["extra_patterns"]
+# All but these is passed on with the weights: how to use them, and under which terms. Weights, the
+# state of a training, data, and what is written anew.
+NOT_PASSED_ON: list[str] = _FILES["not_passed_on"]
+# The only files of subfolders that are passed on
+TEMPLATES = "additional_chat_templates/*.jinja"
+ADAPTER = "adapter_config.json"
 # The files of a tokenizer that may have its chat template
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
 # The way out of every quantization
@@ -144,7 +149,7 @@ def read_checkpoint_file(folder: Path, name: str, length: int | None = None) -> 
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise InputError(
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
-            " are allowed; download it again"
+            " are allowed; download it again, or remove it if the model does not need it"
         )
     return read_bytes(path, length)
 
@@ -228,6 +233,17 @@ def set_config_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
+def remove_code_reference(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` without ``auto_map``, which names classes in Python files that a converted
+    checkpoint does not have; nested configs too.
+    """
+    return {
+        key: remove_code_reference(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "auto_map"
+    }
+
+
 # Names in a folder
 
 
@@ -241,13 +257,32 @@ def list_files(folder: Path) -> list[str]:
 
 def list_extra_files(folder: Path) -> list[str]:
     """Return the sorted names of the files in ``folder`` that a converted checkpoint needs besides
-    its weights, such as tokenizers, chat templates and licenses.
+    its weights, such as tokenizers, chat templates and licenses. Code is not among them.
     """
-    files = {path for pattern in EXTRA_PATTERNS for path in folder.glob(pattern)}
-    return sorted(
-        str(path.relative_to(folder))
-        for path in files
-        if path.suffix not in (".py", *WEIGHT_SUFFIXES)
+    names = [path.name for path in folder.iterdir() if not path.is_dir()]
+    left = [pattern.lower() for pattern in (*NOT_PASSED_ON, "*.py")]
+    needed = [name for name in names if not any(fnmatch(name.lower(), p) for p in left)]
+    return sorted([*needed, *(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))])
+
+
+def read_weight_map(folder: Path, entry: str) -> dict[str, str]:
+    """Return the file name of each tensor from the index file ``entry`` in ``folder``. Returns an
+    empty dict if ``entry`` is the weight file itself, not an index.
+    """
+    if not entry.endswith(".json"):
+        return {}
+    weight_map = parse_json_object(folder / entry, read_checkpoint_file(folder, entry)).get(
+        "weight_map"
+    )
+    if (
+        isinstance(weight_map, dict)
+        and weight_map
+        and all(isinstance(file, str) for file in weight_map.values())
+    ):
+        return weight_map
+    raise InputError(
+        f"{folder / entry} needs a 'weight_map' that maps tensor names to file names; download the"
+        " file again"
     )
 
 

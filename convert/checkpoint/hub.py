@@ -2,30 +2,32 @@
 ``owner/name@revision``. Imports huggingface_hub only when needed.
 """
 
+import glob
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 from kvfold.convert.checkpoint.files import (
+    ADAPTER,
     CHAT_FILES,
     CONFIG,
-    EXTRA_PATTERNS,
     INDEX,
+    LEGACY,
     LEGACY_INDEX,
-    LEGACY_SINGLE,
+    NOT_PASSED_ON,
     RECORD,
     SINGLE,
+    TEMPLATES,
+    read_weight_map,
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
-_SMALL = [CONFIG, "*.py", *EXTRA_PATTERNS]
-_SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
-_LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _HUB_ADVICE = {
     "GatedRepoError": (
         "access is restricted: accept the terms on the model's page, then run `hf auth login`"
@@ -43,9 +45,17 @@ def download_model(model: str) -> Path:
     """Download the model's files that are not in the hub cache yet. Returns the local snapshot
     folder, which is named after its commit. Raises InputError if the download fails.
     """
-    folder = _download_files(model, [*_SMALL, *_SAFETENSORS])
-    if not any((folder / file).exists() for file in (SINGLE, INDEX)):
-        folder = _download_files(model, [*_SMALL, *_LEGACY])
+    # config.json, indices and code, besides what is passed on
+    wanted = {CONFIG, INDEX, LEGACY_INDEX}
+    ignored = [pattern for pattern in NOT_PASSED_ON if not any(fnmatch(n, pattern) for n in wanted)]
+    folder = _download_files(model, ignored=["*/*", *ignored])
+    for single, index in ((SINGLE, INDEX), LEGACY):
+        weights = [single]
+        if (folder / index).exists():
+            weights += set(read_weight_map(folder, index).values())
+        folder = _download_files(model, [CONFIG, TEMPLATES, *map(glob.escape, weights)])
+        if any((folder / file).exists() for file in (single, index)):
+            break
     return folder
 
 
@@ -59,7 +69,7 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
-    folder = _download_files(model, [CONFIG, *CHAT_FILES])
+    folder = _download_files(model, [CONFIG, ADAPTER, *CHAT_FILES])
     tensors = []
     with _translate_hub_errors(model):
         try:
@@ -79,16 +89,18 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
     return folder, sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))
 
 
-def _download_files(model: str, patterns: list[str]) -> Path:
-    """Download the model's files that match ``patterns`` into the hub cache. Returns the snapshot
-    folder.
+def _download_files(
+    model: str, patterns: list[str] | None = None, ignored: list[str] | None = None
+) -> Path:
+    """Download the model's files that match ``patterns`` (None: all files) and none of ``ignored``
+    into the hub cache. Returns the snapshot folder.
     """
     import huggingface_hub
 
     name, _, revision = model.partition("@")
     with _translate_hub_errors(model):
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision or None, allow_patterns=patterns
+            name, revision=revision or None, allow_patterns=patterns, ignore_patterns=ignored
         )
     return Path(folder).resolve()
 

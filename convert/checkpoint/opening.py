@@ -7,21 +7,26 @@ hub id is used.
 
 import hashlib
 import os
+import re
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.files import (
+    ADAPTER,
     CARD,
     CHAT_FILES,
     CONFIG,
     DEQUANTIZE,
+    INDEX,
     LEGACY,
+    SINGLE,
     STEP,
     decode_file_name,
     find_weight_file,
@@ -32,10 +37,11 @@ from kvfold.convert.checkpoint.files import (
     read_checkpoint_file,
     read_config,
     read_in_steps,
+    read_weight_map,
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
-from kvfold.convert.errors import InputError, shorten_repr
+from kvfold.convert.errors import InputError, list_some, shorten_repr
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +52,12 @@ __all__ = ["Checkpoint", "TensorInfo", "check_models_open", "open_checkpoint", "
 _LFS_POINTER = b"version https://git-lfs"
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+# Parts of names that torch.compile, DistributedDataParallel, FSDP, gradient checkpointing and PEFT
+# add to a module's tensors
+_WRAPPED = re.compile(
+    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|lora_[AB])(?=\.)"
+    r"|^module(?=\.)"
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,11 @@ class Checkpoint:
                 " was kept; run again when no program writes to the model's folder"
             )
 
+    def print_notes(self) -> None:
+        """Print ``notes`` to stderr as warnings."""
+        for note in self.notes:
+            print(f"warning: {note}", file=sys.stderr)
+
     def close(self) -> None:
         """Free the memory of legacy weight files that are loaded. Reading a tensor later loads them
         again.
@@ -212,6 +229,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = _resolve_local_folder(model)
     if folder is not None:
+        hub_folder = re.fullmatch(r"models--([^/]+?)--([^/]+)", folder.parent.parent.name)
+        if folder.parent.name == "snapshots" and hub_folder is not None:
+            return _open_folder(folder, _format_hub_origin("/".join(hub_folder.groups()), folder))
         return _open_folder(folder, decode_file_name(folder))
     folder = hub.download_model(str(model))
     return _open_folder(folder, _format_hub_origin(model, folder))
@@ -244,7 +264,9 @@ def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
     config, digest = read_config(folder)
     infos = {info.name: info for info in tensors}
     # no states: a commit on the hub does not change
-    checkpoint = Checkpoint(folder, config, infos, _format_hub_origin(model, folder), digest)
+    origin = _format_hub_origin(model, folder)
+    notes = _list_notes(folder, origin)
+    checkpoint = Checkpoint(folder, config, infos, origin, digest, notes=notes)
     _refuse_quantized(checkpoint)
     return checkpoint
 
@@ -297,10 +319,16 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         from kvfold.convert.checkpoint.tensors import read_legacy_header
 
         read = read_legacy_header
-    weight_map = _read_weight_map(folder, entry)
+    weight_map = read_weight_map(folder, entry)
     paths = {}
     stored: dict[tuple[str, str], TensorInfo] = {}
-    for file in sorted(set(weight_map.values())) or [entry]:
+    files = sorted(set(weight_map.values())) or [entry]
+    if missing := [file for file in files if not os.path.lexists(folder / file)]:
+        raise InputError(
+            f"{folder}: {entry} lists {list_some(missing)}, which are missing; download them, or"
+            " the index that belongs to the files in the folder"
+        )
+    for file in files:
         with _collect_problems(problems):
             path = paths[file] = resolve_checkpoint_file(folder, file, entry)
             states |= get_file_states([path])
@@ -320,8 +348,21 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     legacy = entry in LEGACY
     tensors = {info.name: info for info in stored.values()}
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
+    checkpoint = replace(checkpoint, notes=_list_notes(folder, origin))
     _refuse_quantized(checkpoint)
     return checkpoint
+
+
+def _list_notes(folder: Path, origin: str) -> tuple[str, ...]:
+    """Return the sentences about files in ``folder`` that look as if they were applied, but are
+    not. ``origin`` is the model's name in them.
+    """
+    if not os.path.lexists(folder / ADAPTER):
+        return ()
+    return (
+        f"{origin}: the adapter beside the model ({ADAPTER}) is not applied; to convert both, merge"
+        " it first (merge_and_unload of PEFT)",
+    )
 
 
 @contextmanager
@@ -335,41 +376,36 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
         problems += [error.message, *error.details]
 
 
-def _read_weight_map(folder: Path, entry: str) -> dict[str, str]:
-    """Return the file name of each tensor from the index file ``entry`` in ``folder``. Returns an
-    empty dict if ``entry`` is the weight file itself, not an index.
-    """
-    if not entry.endswith(".json"):
-        return {}
-    weight_map = parse_json_object(folder / entry, read_checkpoint_file(folder, entry)).get(
-        "weight_map"
-    )
-    if (
-        isinstance(weight_map, dict)
-        and weight_map
-        and all(isinstance(file, str) for file in weight_map.values())
-    ):
-        return weight_map
-    raise InputError(
-        f"{folder / entry} needs a 'weight_map' that maps tensor names to file names; download the"
-        " file again"
-    )
-
-
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise InputError if config.json or the dtypes and names of the tensors show that the weights
-    are quantized.
+    """Raise InputError if config.json, or the dtypes and names of the tensors, show that the
+    weights are quantized, or that the model was saved inside a wrapper for training.
     """
+    folder = checkpoint.folder
+    for name in checkpoint.tensors:
+        if wrapped := _WRAPPED.search(name):
+            raise InputError(
+                f"{checkpoint.origin}: tensor names contain {wrapped[0]!r} ({name}), which wrappers"
+                " for training add (torch.compile, DDP, FSDP, PEFT); save the model inside the"
+                " wrapper, such as model._orig_mod, model.module or model.merge_and_unload()"
+            )
     config = checkpoint.config
-    settings = config.get("quantization_config") or config.get("compression_config")
+    keys = "quantization_config", "compression_config", "quantization"
+    settings = next((config[key] for key in keys if config.get(key)), None)
     packed = [
         info.name
         for info in checkpoint.tensors.values()
         if "torch" not in DTYPES[info.dtype]
         or (info.dtype[0] in "IU" and info.name.endswith(_PACKED))
     ]
-    if settings or packed:
-        evidence = shorten_repr(settings) if settings else f"tensor {packed[0]!r}"
-        raise InputError(
-            f"{checkpoint.origin}: its weights are quantized ({evidence}); {DEQUANTIZE}"
-        )
+    if not (settings or packed):
+        return
+    evidence = shorten_repr(settings) if settings else f"tensor {packed[0]!r}"
+    if (folder / "hf_quant_config.json").exists():
+        evidence = f"by ModelOpt, {evidence}"
+    elif any(name.endswith(".biases") for name in checkpoint.tensors):
+        evidence = f"by MLX, {evidence}"
+    files = {info.file for info in checkpoint.tensors.values()}
+    advice = DEQUANTIZE
+    if files == {SINGLE} and (folder / INDEX).exists():
+        advice = f"{SINGLE} goes before {INDEX}; move it away to use the files of the index"
+    raise InputError(f"{checkpoint.origin}: its weights are quantized ({evidence}); {advice}")

@@ -3,7 +3,6 @@
 Modules that import torch or transformers, which takes seconds, are imported where they are used.
 """
 
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -57,8 +56,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
-        for note in () if request.quiet else plan.checkpoint.notes:
-            print(f"warning: {note}", file=sys.stderr)
+        if not request.quiet:
+            plan.checkpoint.print_notes()
         check_memory(plan)
         with output.open_run_folder(plan) as folder:
             calibration = None
@@ -99,7 +98,9 @@ def _plan_dry_run(request: ConvertRequest) -> Conversion:
     checkpoint = checkpoint_from_config(request) or open_headers_only(request.model)
     with closing(checkpoint):
         resolve_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
-        return Conversion(make_plan(request, checkpoint))
+        plan = make_plan(request, checkpoint)
+        plan.checkpoint.print_notes()
+        return Conversion(plan)
 
 
 def _convert_layers(

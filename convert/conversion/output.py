@@ -4,7 +4,7 @@ the model card and ``kvfold.json``.
 
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,9 @@ from kvfold.convert.checkpoint.files import (
     RECORD,
     format_json,
     list_extra_files,
+    parse_json_object,
     read_checkpoint_file,
+    remove_code_reference,
 )
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.conversion.card import render_model_card
@@ -110,6 +112,19 @@ def open_shard_writer(
         digests.update(ChainMap(*processes.all_gather(digests)))
 
 
+def _clean_extra_file(name: str, data: bytes, names: Collection[str]) -> bytes | str:
+    """Return the content ``data`` of the source's file ``name`` without ``auto_map``, because the
+    code that it names stays behind; then a stock class loads ``tokenizer.json`` if it is among
+    ``names``, the files that are passed on.
+    """
+    if not name.endswith("config.json") or b'"auto_map"' not in data:
+        return data
+    config = remove_code_reference(parse_json_object(Path(name), data))
+    if "tokenizer_class" in config and "tokenizer.json" in names:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return format_json(config)
+
+
 def write_config(plan: Plan, folder: Path) -> None:
     """Write config.json and the index of the weight files into ``folder``, which is all that
     loading the weights needs.
@@ -134,9 +149,11 @@ def complete_output(
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
-    for name in list_extra_files(plan.checkpoint.folder):
+    names = list_extra_files(plan.checkpoint.folder)
+    for name in names:
+        data = read_checkpoint_file(plan.checkpoint.folder, name)
         (folder / name).parent.mkdir(exist_ok=True)
-        write_small_file(folder / name, read_checkpoint_file(plan.checkpoint.folder, name))
+        write_small_file(folder / name, _clean_extra_file(name, data, names))
     if plan.output.code is not None and (spec := find_spec(plan.output.code)) is not None:
         code = Path(str(spec.origin))
         write_small_file(folder / code.name, code.read_bytes())

@@ -45,6 +45,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
                 " MODEL and OUT swapped?",
                 file=sys.stderr,
             )
+        source.print_notes()
+        student.print_notes()
         config = load_config(source, request.trust_remote_code)
         converted = load_config(student, request.trust_remote_code)
         for key in ("num_hidden_layers", "vocab_size", "hidden_size"):

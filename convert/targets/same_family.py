@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.convert.checkpoint.files import set_config_dtype
+from kvfold.convert.checkpoint.files import remove_code_reference, set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model, ModelSizes
@@ -54,7 +54,7 @@ def plan_stock_fold(
         changes |= make_older_rope_keys(checkpoint.config)
     elif text:  # some wrappers were flat before transformers 5
         changes = {"text_config": {**text, **changes}}
-    config = {**checkpoint.config, **changes}
+    config = remove_code_reference({**checkpoint.config, **changes})
     if dtype is not None:
         config = set_config_dtype(config, dtype)
     tensors = []

@@ -4,6 +4,7 @@ model's vocabulary.
 
 import re
 from collections.abc import Iterable, Iterator
+from importlib.metadata import distributions
 from itertools import chain
 from typing import Any
 
@@ -40,6 +41,13 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
             f"it cannot be loaded ({summarize_error(error, 200)}); put the tokenizer files into"
             " the folder"
         )
+        packages = "sentencepiece", "protobuf"
+        missing = [name for name in packages if not list(distributions(name=name))]
+        if missing and any(checkpoint.folder.glob("*.model")):
+            cause_and_fix = (
+                f"it is a SentencePiece model, which needs {' and '.join(missing)}; install them"
+                " (pip install 'kvfold[sentencepiece]')"
+            )
         if not trust_remote_code and "trust_remote_code" in str(error):
             cause_and_fix = (
                 "it runs code from the checkpoint; review the code, then pass --trust-remote-code"

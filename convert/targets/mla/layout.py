@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from kvfold.convert.checkpoint.files import set_config_dtype
+from kvfold.convert.checkpoint.files import remove_code_reference, set_config_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
@@ -213,7 +213,7 @@ class MlaCheckpoint(OutputCheckpoint):
         stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
         config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
         if self.model.tower is not None:
-            config = {**self.checkpoint.config, "text_config": config}
+            config = remove_code_reference({**self.checkpoint.config, "text_config": config})
             config = config if self.dtype is None else set_config_dtype(config, self.dtype)
         return replace(self, config=config)
 

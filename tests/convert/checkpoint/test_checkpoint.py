@@ -105,11 +105,73 @@ def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded:
     assert len(found) == 6
 
 
-def test_extra_files(sharded: Path) -> None:
-    passed_on = ["LICENSE", "chat_template.jinja", "tokenizer.json", "tokenizer.model"]
-    for name in (*passed_on, "README.md", "pytorch_model.bin", "tokenizer.py", "notes.txt"):
+def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_anew(
+    sharded: Path,
+) -> None:
+    passed_on = ["LICENSE", "chat_template.jinja", "notes.txt", "tekken.json", "tokenizer.model"]
+    left = ["README.md", "pytorch_model.bin", "tokenizer.py", "optimizer.pt", "trainer_state.json"]
+    left += ["params.json", "adapter_config.json", ".gitattributes", "training_args.bin"]
+    for name in (*passed_on, *left):
         (sharded / name).write_text("x")
-    assert list_extra_files(sharded) == passed_on
+    for folder in ("additional_chat_templates", "checkpoint-7"):
+        (sharded / folder).mkdir()
+        (sharded / folder / "rag.jinja").write_text("x")
+    assert list_extra_files(sharded) == sorted([*passed_on, "additional_chat_templates/rag.jinja"])
+
+
+@pytest.mark.parametrize(
+    "part", ["_orig_mod.", "module.", "layers.0._fsdp_wrapped_module.", "q_proj.lora_A."]
+)
+def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(
+    folder: Path, refused: Any, part: str
+) -> None:
+    save_file({f"{part}weight": torch.ones(1)}, folder / "model.safetensors")
+    with refused() as caught:
+        open_checkpoint(folder)
+    assert part.split(".")[-2] in caught.value.message
+    assert "merge_and_unload" in caught.value.message
+
+
+def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_named(
+    sharded: Path, refused: Any
+) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    stale = {f"w{number}": f"model-{number}-of-9.safetensors" for number in range(9)}
+    changed = json.dumps(index | {"weight_map": index["weight_map"] | stale})
+    (sharded / "model.safetensors.index.json").write_text(changed)
+    with refused() as caught:
+        open_checkpoint(sharded)
+    assert "and 6 more" in caught.value.message
+    assert not caught.value.details
+    save_file({"w.qweight": torch.ones(1).int()}, sharded / "model.safetensors")
+    with refused() as caught:
+        open_checkpoint(sharded)
+    assert "move it away" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tensors"),
+    [
+        ("ModelOpt", {}, {"w.weight": torch.ones(1).to(torch.float8_e4m3fn)}),
+        (
+            "MLX",
+            {"quantization": {"bits": 4}},
+            {"w.scales": torch.ones(1), "w.biases": torch.ones(1)},
+        ),
+        ("torchao", {"quantization_config": {"quant_method": "torchao"}}, {"w": torch.ones(1)}),
+    ],
+)
+def test_kinds_of_quantization_are_named(
+    folder: Path, refused: Any, kind: str, config: Any, tensors: Any
+) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    save_file(tensors, folder / "model.safetensors")
+    if kind == "ModelOpt":
+        (folder / "hf_quant_config.json").write_text("{}")
+    with refused() as caught:
+        open_checkpoint(folder)
+    assert kind in caught.value.message
+    assert "docs/questions.md" in caught.value.message
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
@@ -195,9 +257,9 @@ def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> N
     (twice,) = problems_of(sharded)
     assert "'b'" in twice
     write_index(sharded, {"a": "model-7.safetensors", "b": "model-8.safetensors", "c": SECOND})
-    missing, other = problems_of(sharded)
+    (missing,) = problems_of(sharded)
     assert "model-7" in missing
-    assert "model-8" in other
+    assert "model-8" in missing
 
 
 def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:

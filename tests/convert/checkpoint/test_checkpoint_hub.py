@@ -197,6 +197,30 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
     assert hub.served == []
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors-0000{}-of-00002.safetensors", "model_{}.safetensors"]
+)
+def test_the_shards_that_the_index_names_are_fetched(
+    hub: Hub, folder: Path, ask: Any, name: str
+) -> None:
+    (folder / "consolidated.safetensors").write_bytes(b"not named by the index")
+    (folder / "tekken.json").write_text("{}")
+    text = (folder / "model.safetensors.index.json").read_text()
+    for number, shard in enumerate(SHARDS, 1):
+        (folder / shard).rename(folder / name.format(number))
+        text = text.replace(shard, name.format(number))
+    (folder / "model.safetensors.index.json").write_text(text)
+    expected = [open_checkpoint(folder).compute_model_digest(), ["tekken.json", "tokenizer.json"]]
+
+    def read() -> Any:
+        checkpoint = open_checkpoint("team/tiny")
+        return [checkpoint.compute_model_digest(), list_extra_files(checkpoint.folder)]
+
+    assert ask(read) == expected
+    assert "consolidated.safetensors" not in {name for _, name, _ in hub.served}
+    assert ask(read, HF_HUB_OFFLINE="1") == expected
+
+
 def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
     hub: Hub, folder: Path, ask: Any
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Pa
     (tmp_path / "shortcut").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "shortcut"):
         checkpoint = open_checkpoint(folder)
+        assert checkpoint.origin == "team/tiny@0123"
         assert checkpoint.read_tensor("w").tolist() == [0, 1, 2]
         assert list_extra_files(checkpoint.folder) == ["tokenizer.json"]
 
@@ -50,7 +51,7 @@ def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
     (model / "below").mkdir()
     (model / "model.safetensors").rename(model / "below" / "weights")
     (model / "model.safetensors").symlink_to("below/weights")
-    (model / "notes.txt").symlink_to("/etc/hostname")  # not used, so that it does not matter
+    (model / "photo.png").symlink_to("/etc/hostname")  # not used, so that it does not matter
     assert open_checkpoint(model).read_tensor("w").tolist() == [0, 1, 2]
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(

@@ -61,7 +61,7 @@ def test_a_tied_head_in_place_of_the_embedding(tiny_family, tmp_path, family):
         open_layer_stream(open_checkpoint(folder), torch.device("cpu"), "float32")
         for folder in (source, other)
     ]
-    assert torch.equal(*[stream.logits(stream.embed(tokens)) for stream in streams])
+    assert torch.equal(*[stream.compute_logits(stream.embed(tokens)) for stream in streams])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])

@@ -1,0 +1,76 @@
+"""Files beside the weights: code that stays behind, adapters that are not applied, tokenizers of
+other kinds.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers.checkpoints import add_demo_tokenizer, convert, read_json, run_conversion
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.convert import DriftRequest, inspect_checkpoint
+from kvfold.convert.measure.drift import drift_checkpoints
+from kvfold.convert.text import tokenizer as tokenizers
+
+
+@pytest.fixture
+def source(tiny_family, tmp_path):
+    """A copy of a tiny Llama with the tokenizer of the model that ships."""
+    folder = tmp_path / "source"
+    shutil.copytree(tiny_family("llama", vocab_size=2048), folder)
+    add_demo_tokenizer(folder)
+    return folder
+
+
+def edit(file, **changes):
+    """Change entries of a JSON file."""
+    file.write_text(json.dumps({**(read_json(file) if file.exists() else {}), **changes}))
+
+
+def test_code_stays_behind_and_is_not_named(source, tmp_path):
+    edit(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    auto_map = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
+    edit(source / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="XTokenizer")
+    edit(source / "processor_config.json", auto_map={"AutoProcessor": "processing_x.X"}, size=3)
+    for name in ("modeling_x", "tokenization_x", "processing_x"):
+        (source / f"{name}.py").write_text("raise SystemExit('run')\n")
+    out = convert(source, tmp_path / "out", 2)
+    assert not list(out.glob("*.py"))
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        assert "auto_map" not in read_json(out / name)
+    assert read_json(out / "processor_config.json") == {"size": 3}
+    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"]
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_an_adapter_beside_the_model_is_one_warning(source, tmp_path, capsys):
+    edit(source / "adapter_config.json", peft_type="LORA", base_model_name_or_path="org/base")
+    save_file({"x.lora_A.weight": torch.ones(1)}, source / "adapter_model.safetensors")
+    (note,) = inspect_checkpoint(source).notes
+    assert "adapter_config.json" in note
+    out = convert(source, tmp_path / "out", 2, quiet=False)
+    assert capsys.readouterr().err.count(f"warning: {note}\n") == 1
+    assert not list(out.glob("adapter*"))
+    drift_checkpoints(DriftRequest(source, out, samples=1, seq_len=16))
+    assert capsys.readouterr().err.count("warning: ") == 1
+
+
+def test_a_tokenizer_of_any_name_is_passed_on(source, tmp_path):
+    (source / "tokenizer.json").rename(source / "tekken.json")
+    (source / "tokenizer_config.json").unlink()
+    out = convert(source, tmp_path / "out", 2)
+    assert (out / "tekken.json").read_bytes() == (source / "tekken.json").read_bytes()
+
+
+def test_the_packages_that_a_sentencepiece_model_needs_are_named(
+    source, tmp_path, monkeypatch, refused
+):
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    monkeypatch.setattr(tokenizers, "distributions", lambda name: [])
+    with refused() as caught:
+        run_conversion(source, tmp_path / "out", to="mqa", samples=2, seq_len=16)
+    assert "pip install 'kvfold[sentencepiece]'" in caught.value.message
