@@ -328,8 +328,9 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _choose_key_step(keys: Tensor) -> int:
-    """Return the multiple into which the keys ``[..., w, d]`` are split for a matrix product. It is
-    1 where a new shape costs nothing, otherwise a power of two.
+    """Return a number of which the count of keys in a matrix product must be a multiple, because
+    bfloat16 products of a new shape are slow on a CPU: 1 for other dtypes and devices. Keys are
+    ``[..., w, d]``.
     """
     if keys.dtype != torch.bfloat16 or not keys.is_cpu:
         return 1

@@ -145,13 +145,13 @@ def collect_options(request: type[Any]) -> dict[str, Option]:
         options[declared.name] = spec
     classes = request.__mro__[:-1]
 
-    def find_position(name: str) -> tuple[bool, bool, int]:
+    def make_sort_key(name: str) -> tuple[bool, bool, int]:
         if options[name].argument:
             return False, False, 0
         declared_in = [name in vars(cls).get("__annotations__", ()) for cls in classes]
         return True, options[name].runs, declared_in.index(True)
 
-    return {name: options[name] for name in sorted(options, key=find_position)}
+    return {name: options[name] for name in sorted(options, key=make_sort_key)}
 
 
 class Request:

@@ -47,7 +47,9 @@ def is_rank0() -> bool:
 
 
 def launched_as_rank0() -> bool:
-    """True without ``torchrun``, or if it gave this process rank 0, connected or not."""
+    """True if ``torchrun`` gave this process rank 0, or if there is no ``torchrun``. Unlike
+    `is_rank0`, it may be called before the processes are connected.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -46,7 +46,13 @@ from kvfold.convert.errors import InputError, list_some, shorten_repr
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "TensorInfo", "check_models_open", "open_checkpoint", "open_headers_only"]
+__all__ = [
+    "Checkpoint",
+    "TensorInfo",
+    "check_models_can_be_opened",
+    "open_checkpoint",
+    "open_checkpoint_headers",
+]
 
 # The beginning of the text file that Git has in place of a large one
 _LFS_POINTER = b"version https://git-lfs"
@@ -237,7 +243,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     return _open_folder(folder, _format_hub_origin(model, folder))
 
 
-def check_models_open(*models: str) -> None:
+def check_models_can_be_opened(*models: str) -> None:
     """Raise InputError unless `open_checkpoint` can open each of ``models``. Commands call this
     first, so that wrong paths show before torch is imported.
     """
@@ -245,7 +251,7 @@ def check_models_open(*models: str) -> None:
         open_checkpoint(model).close()
 
 
-def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint without downloading its weights: of a hub model, only the config, the
     index, the chat template and the tensor headers are fetched. A local folder opens as in
     `open_checkpoint`.

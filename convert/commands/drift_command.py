@@ -10,7 +10,7 @@ from kvfold.attention.drift.metrics import (
     format_layer_error,
     format_metrics,
 )
-from kvfold.convert.checkpoint.opening import check_models_open
+from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_report_option,
@@ -55,7 +55,7 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
-    check_models_open(request.model, request.out)
+    check_models_can_be_opened(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints
 
     measured = drift_checkpoints(request)

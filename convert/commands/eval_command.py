@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.checkpoint.opening import check_models_open
+from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
@@ -34,7 +34,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     check_text_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
-    check_models_open(request.model, request.out)
+    check_models_can_be_opened(request.model, request.out)
     from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
-from kvfold.convert.checkpoint.opening import check_models_open
+from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     STDOUT,
     add_json_option,
@@ -68,7 +68,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     parse_targets(request.targets)
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
-    check_models_open(request.model)
+    check_models_can_be_opened(request.model)
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.measure.plots import plot_loss_by_cache
     from kvfold.convert.measure.report import write_report
@@ -89,7 +89,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         )
     print_result(json_file, result.to_dict, summary)
     if request.out is not None:
-        if (result.smallest_within_limit or result.smallest_after_training) is None:
+        if (result.smallest or result.smallest_after_training) is None:
             raise InputError(
                 f"{request.out}: nothing was written; {result.verdict}. Accept more with --within,"
                 " try larger --targets, or --refine auto",

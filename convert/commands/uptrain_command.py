@@ -7,7 +7,7 @@ launch --config_file convert/data/fsdp.yaml -m kvfold uptrain ...``.
 import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
-from kvfold.convert.checkpoint.opening import check_models_open
+from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
@@ -34,7 +34,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     check_text_sources([request.text], "text")
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
-    check_models_open(*filter(None, [request.model, request.teacher]))
+    check_models_can_be_opened(*filter(None, [request.model, request.teacher]))
     from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)

@@ -94,7 +94,7 @@ def format_front_matter(source: Checkpoint) -> str:
         if block is not None:  # YAML takes a minute for a few megabytes
             known = dict(LimitedProcess(yaml.safe_load, _CARD_SECONDS).call(block[2]))
 
-    def get_strings(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
+    def get_metadata_strings(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
         """Return the string or list of strings under the metadata key ``name``, or None if a value
         is not a string or does not match ``pattern``.
         """
@@ -106,18 +106,20 @@ def format_front_matter(source: Checkpoint) -> str:
         return value if isinstance(value, str) else texts
 
     # Trainers write the path on the machine that trained a model as its base.
-    base = source.hub_id or get_strings("base_model", HUB_ID.pattern)
+    base = source.hub_id or get_metadata_strings("base_model", HUB_ID.pattern)
     wrapped = source.config.get("model_type") in WRAPPERS
     metadata = ModelCardData(
         base_model=base,
         # The other relations of the hub are adapter, merge and quantized.
         base_model_relation="finetune" if base else None,
         # The hub accepts codes of two or three letters, and two words.
-        language=get_strings("language", "[a-z]{2,3}|code|multilingual"),
+        language=get_metadata_strings("language", "[a-z]{2,3}|code|multilingual"),
         library_name="transformers",
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
         tags=["kvfold"],
-        **{name: get_strings(name) for name in ("license", "license_name", "license_link")},
+        **{
+            name: get_metadata_strings(name) for name in ("license", "license_name", "license_link")
+        },
     )
     return str(metadata.to_yaml())
 

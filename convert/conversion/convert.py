@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import resolve_output_path
-from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import output
 from kvfold.convert.conversion.journal import Journal
@@ -95,7 +95,7 @@ def _plan_dry_run(request: ConvertRequest) -> Conversion:
     """Plan the conversion for ``--dry-run`` without writing anything. Of a hub model only the
     headers are fetched; a local folder without weights needs only its config.json.
     """
-    checkpoint = checkpoint_from_config(request) or open_headers_only(request.model)
+    checkpoint = checkpoint_from_config(request) or open_checkpoint_headers(request.model)
     with closing(checkpoint):
         resolve_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
         plan = make_plan(request, checkpoint)

@@ -75,19 +75,19 @@ def convert_layer(
     plan: Plan,
     walk_layer: "WalkLayer",
     refine: int | str,
-    shared: dict[bool, PairLosses] | None = None,
+    pair_losses_cache: dict[bool, PairLosses] | None = None,
 ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
     """Return the output tensors of the converted layer at ``walk_layer``, by their names in the
     output files, and the layer's notes for ``kvfold.json``.
 
     The method fits the layer, a regression adjusts the output projection to the student's inputs,
-    and ``refine`` steps of training follow. `fit_layer` explains ``shared``.
+    and ``refine`` steps of training follow. `fit_layer` explains ``pair_losses_cache``.
     """
     from kvfold.convert.walk.output_fit import refit_output_projection
 
     # Statistics are sums over all processes; one fit for all of them keeps their students equal.
     layer = processes.broadcast_from_rank0(
-        lambda: fit_layer(plan, walk_layer.index, walk_layer, shared)
+        lambda: fit_layer(plan, walk_layer.index, walk_layer, pair_losses_cache)
     )
     weights = layer.weights
     if plan.method.reads_text:
@@ -97,7 +97,7 @@ def convert_layer(
         return tensors, dict(layer.notes)
     from kvfold.convert.training.refine import refine_layer
 
-    refined = refine_layer(walk_layer, tensors, make_refinement(plan, refine))
+    refined = refine_layer(walk_layer, tensors, make_refine_settings(plan, refine))
     refinement = {
         "before": refined.errors[0],
         "after": min(refined.errors),
@@ -111,13 +111,13 @@ def fit_layer(
     plan: Plan,
     index: int,
     walk_layer: "WalkLayer | None" = None,
-    shared: dict[bool, PairLosses] | None = None,
+    pair_losses_cache: dict[bool, PairLosses] | None = None,
 ) -> ConvertedLayer:
     """Return the attention weights of layer ``index``, converted by the method of ``plan`` but not
     trained yet.
 
-    ``walk_layer`` is None without text. ``shared`` caches results for folds of the same layer to
-    other numbers of heads. Raises InputError for weights that are not finite.
+    ``walk_layer`` is None without text. ``pair_losses_cache`` caches results for folds of the same
+    layer to other numbers of heads. Raises InputError for weights that are not finite.
     """
     request = plan.request
     model = plan.model
@@ -138,7 +138,7 @@ def fit_layer(
             seed=request.seed,
             similar=group == "similar",
             objective=find_objective(request.objective or DEFAULT_OBJECTIVE),
-            shared={} if shared is None else shared,
+            pair_losses_cache={} if pair_losses_cache is None else pair_losses_cache,
         )
     else:
         rank = compute_query_rank(model, spec)
@@ -207,7 +207,7 @@ def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
         return make_layer_rotary(plain, layer)
 
 
-def make_refinement(plan: Plan, steps: int | str) -> "RefineSettings":
+def make_refine_settings(plan: Plan, steps: int | str) -> "RefineSettings":
     """Return the training task that refines one converted layer in ``steps`` steps: which norms and
     scales act on its attention output, and whether it has a constant channel to keep.
     """

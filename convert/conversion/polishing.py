@@ -22,7 +22,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.training.budget import POLISH_ROUND, count_polish_steps, count_step_tokens
 from kvfold.convert.training.loop import train
-from kvfold.convert.training.polish import PolishTask, TrainingText, run_teacher
+from kvfold.convert.training.polish import PolishTask, TrainingText, compute_teacher_states
 from kvfold.convert.training.steps import check_constant_channel, has_constant_channel
 
 
@@ -38,7 +38,7 @@ def polish_checkpoint(
     steps = count_polish_steps(request.polish, request.calibration_length)
     with closing(open_checkpoint(folder)) as written, ExitStack() as stack:
         with stages("running the teacher over held-out text"):
-            held_out = run_teacher(source, tokens.held_out)
+            held_out = compute_teacher_states(source, tokens.held_out)
         constant = has_constant_channel(written)
         student = build_student(plan, calibration)
         tensors = {

@@ -66,12 +66,12 @@ class SizeExpressions:
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """How a family stores the norms on queries and keys. ``extent`` is the part of the heads that
-    one stored tensor covers:
+    """How a family stores the norms on queries and keys.
 
-    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized
-    over all heads at once; ``per_head`` one [D] tensor per head, with ``{head}`` in its name.
-    ``after_rotary``: the norm follows the rotary embedding.
+    ``extent`` is the part of the heads that one stored tensor covers: ``shared`` [D], one row for
+    all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized over all heads at once;
+    ``per_head`` one [D] tensor per head, with ``{head}`` in its name. ``after_rotary``: the norm
+    follows the rotary embedding.
     """
 
     q: str
@@ -214,7 +214,7 @@ class BlockSchema:
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor outside the attention: its name, its shape, and when it exists. ``name`` may contain
-    ``{layer}`` and ``{expert}``; ``each`` counts experts.
+    ``{layer}`` and ``{expert}``; ``each`` is the number of experts.
     """
 
     name: str

@@ -12,7 +12,7 @@ from typing import Any
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
-from kvfold.convert.checkpoint.opening import Checkpoint, open_headers_only
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
 from kvfold.convert.conversion.plan import list_kv_heads, match_model
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
@@ -152,7 +152,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     Raises InputError if the checkpoint does not exist, its files are damaged or contradict its
     config, or its family is not supported.
     """
-    with closing(open_headers_only(model)) as checkpoint:
+    with closing(open_checkpoint_headers(model)) as checkpoint:
         try:
             return _inspect_opened(checkpoint)
         except InputError as error:

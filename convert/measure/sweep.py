@@ -151,7 +151,7 @@ class Sweep:
         return NEAR if self.within is None else f"within {100 * self.within:g} % perplexity"
 
     @property
-    def smallest_within_limit(self) -> SweepRow | None:
+    def smallest(self) -> SweepRow | None:
         """The target with the smallest cache whose measured loss is within the limit, or None."""
         return _find_smallest(row for row in self.rows if is_within(row.measured, self.limit))
 
@@ -175,8 +175,8 @@ class Sweep:
         """The request of the smallest target within the limit, with ``--effort normal`` if it is
         only expected to be; otherwise that of the nearest target, with more training.
         """
-        if self.smallest_within_limit is not None:
-            return self.smallest_within_limit.request
+        if self.smallest is not None:
+            return self.smallest.request
         request = (self.smallest_after_training or self.least_loss_row).request
         return request_more_training(request) or request
 
@@ -186,8 +186,8 @@ class Sweep:
         least loss.
         """
         limit = self.limit_name
-        if self.smallest_within_limit is not None:
-            row = self.smallest_within_limit
+        if self.smallest is not None:
+            row = self.smallest
             highest = row.measured.excess + (row.measured.excess_margin or 0.0)
             doubt = ", uncertain" if highest > self.limit.excess else ""
             return f"{limit}: {row.kind}{doubt}"
@@ -232,18 +232,20 @@ class Sweep:
             **vars(self),
             "perplexity": compute_perplexity(self.rows[0].measured.teacher_loss),
             "rows": targets,
-            "smallest": self.smallest_within_limit and self.smallest_within_limit.target,
+            "smallest": self.smallest and self.smallest.target,
             "recommended": shlex.join(format_convert_command(self.recommended)),
             "versions": get_package_versions(),
         }
 
 
 def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
-    """Fit and measure ``targets`` of ``model`` without writing a checkpoint::
+    """Fit and measure several targets of a model, the quickest first, without writing a checkpoint.
+
+    For example::
 
         found = sweep_checkpoint(SweepRequest("MODEL", "gqa:4,2 mqa mla:576,512+64", within=0.02))
-        if found.smallest_within_limit is not None:  # within 2 % of the source's perplexity
-            convert_checkpoint(found.smallest_within_limit.request)
+        if found.smallest is not None:  # within 2 % of the source's perplexity
+            convert_checkpoint(found.smallest.request)
 
     The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a
     budget ``mla:N`` is chosen by trials in a few layers. The other options are the same as in

@@ -83,10 +83,10 @@ def fold_with_best_groups(
     # Sweeps fold one layer to several numbers of heads, all of which share the moments and the
     # losses of pairs.
     unweighted = statistics is layer.statistics
-    if unweighted not in layer.shared:
+    if unweighted not in layer.pair_losses_cache:
         moments = compute_layer_moments(layer.weights, statistics, layer.rotary, layer.context)
-        layer.shared[unweighted] = PairLosses(moments)
-    pairs = layer.shared[unweighted]
+        layer.pair_losses_cache[unweighted] = PairLosses(moments)
+    pairs = layer.pair_losses_cache[unweighted]
     if layer.similar:
         partitions = propose_partitions(pairs, layer.kv_heads)
     else:

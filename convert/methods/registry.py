@@ -96,7 +96,7 @@ class FoldLayer(SourceLayer):
     seed: of the request.
     similar: groups may contain heads that are not neighbors.
     objective: the error that the fold minimizes.
-    shared: caches results for folds of this layer to other numbers of heads.
+    pair_losses_cache: caches results for folds of this layer to other numbers of heads.
     """
 
     kv_heads: int
@@ -104,7 +104,7 @@ class FoldLayer(SourceLayer):
     seed: int
     similar: bool
     objective: "Objective"
-    shared: "dict[bool, PairLosses]"
+    pair_losses_cache: "dict[bool, PairLosses]"
 
 
 @dataclass(frozen=True, kw_only=True)

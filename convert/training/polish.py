@@ -52,7 +52,7 @@ class TeacherText(NamedTuple):
 
 
 @torch.no_grad()
-def run_teacher(
+def compute_teacher_states(
     teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None = None
 ) -> TeacherText:
     """Return ``tokens [N, T]`` with the residual streams of ``teacher`` after its last layer.
@@ -98,7 +98,9 @@ class TrainingText:
         """
         if self._states is None:
             tokens = self.tokens[self._block].long()
-            self._states = run_teacher(self._teacher, tokens, self._teacher.autocast).states
+            self._states = compute_teacher_states(
+                self._teacher, tokens, self._teacher.autocast
+            ).states
         rows = [bisect_left(self._block, index) for index in indices]
         return TeacherText(self.tokens[indices].long(), self._states[rows])
 

@@ -105,9 +105,15 @@ def refine_layer(
     held_out = make_examples(settings.update, teacher.layer, chunks)
     walk_layer.student.set_layer_tensors(tensors)
     with walk_layer.student.stream.open_layer(walk_layer.index) as layer:
-        for slower in _RETRY_LR:
+        for learning_rate_scale in _RETRY_LR:
             task = RefineTask(
-                walk_layer.student, layer, tensors, settings, training, held_out, slower
+                walk_layer.student,
+                layer,
+                tensors,
+                settings,
+                training,
+                held_out,
+                learning_rate_scale,
             )
             # Each layer has its own order of the sequences.
             seed = settings.seed * 1_000_003 + walk_layer.index
@@ -137,7 +143,7 @@ def compute_learning_rate_factor(steps: int | str, step: int, errors: Sequence[f
 
 class RefineTask(TrainingTask):
     """The training task of refinement: trains the attention of one open converted layer on the
-    sequences ``training``; ``slower`` multiplies the learning rate.
+    sequences ``training``; ``learning_rate_scale`` multiplies the learning rate.
     """
 
     def __init__(
@@ -148,13 +154,13 @@ class RefineTask(TrainingTask):
         settings: RefineSettings,
         training: "RefineExamples",
         held_out: "RefineExamples",
-        slower: float = 1.0,
+        learning_rate_scale: float = 1.0,
     ) -> None:
         super().__init__(student, [layer], tensors, constant=settings.constant)
         self._settings = settings
         self._training = training
         self._held_out = held_out
-        self._slower = slower
+        self._learning_rate_scale = learning_rate_scale
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
         """Return the learning rate after ``step`` steps, relative to the size of each tensor; 0
@@ -165,7 +171,9 @@ class RefineTask(TrainingTask):
         distance = min(1.0, math.pow(errors[0], _ERROR_POWER))
         peak = min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * distance
         return (
-            self._slower * peak * compute_learning_rate_factor(self._settings.steps, step, errors)
+            self._learning_rate_scale
+            * peak
+            * compute_learning_rate_factor(self._settings.steps, step, errors)
         )
 
     def backward(self, batch: list[int]) -> None:

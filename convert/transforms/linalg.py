@@ -74,7 +74,9 @@ def compute_head_moments(rows: Tensor, moment: Tensor) -> Tensor:
 
 
 def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
-    """The matrix ``M_g [D, D]`` of every KV head, ``[G, D, D]``, from ``W_o [E, H, D]``.
+    """Return ``M_g = sum_h W_o,h^T W_o,h [D, D]`` for each KV head, ``[G, D, D]``, which converts a
+    change of its values into a squared change of the layer's output. ``output`` is ``W_o [E, H,
+    D]``.
 
     ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed
     over its query heads.
@@ -84,16 +86,16 @@ def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
 
 
 def decompose_symmetric(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices
-    ``[..., n, n]``.
+    """Return eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian
+    matrices ``[..., n, n]``.
     """
     values, vectors = torch.linalg.eigh((matrix + matrix.mH) / 2)
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
 def compute_metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n,
-    n]``.
+    """Return the square root and (pseudo-)inverse square root of positive semi-definite matrices
+    ``[..., n, n]``.
 
     Directions whose eigenvalue is below 1e-10 times the largest are treated as absent in both.
     """
@@ -121,8 +123,8 @@ def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
 
 
 def fit_output_projection(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
-    """Return the output projection ``W [E, n]`` fitted by ridge regression toward ``present [E,
-    n]``.
+    """Return the output projection ``W [E, n]`` that maps the heads' results best to the target of
+    a ridge regression, which prefers weights near ``present [E, n]``.
 
     It minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2`` for the results ``z`` of the
     heads. ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, both

@@ -38,7 +38,8 @@ def weight_tokens_by_attention(
     statistics: LayerStatistics,
 ) -> Iterator[tuple[float, LayerStatistics]]:
     """Yield each share in `SHARES`, and the statistics with this share of every token's weight
-    proportional to the attention that it receives. Only share 0 if that was not measured.
+    proportional to the attention that it receives. Yields only share 0 if ``statistics`` have no
+    measured attention.
     """
     for share in SHARES if statistics.received_gram is not None else SHARES[:1]:
         yield share, statistics.weight_by_received_attention(share)

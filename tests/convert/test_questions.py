@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.convert.checkpoint.files import SINGLE
-from kvfold.convert.checkpoint.opening import open_headers_only
+from kvfold.convert.checkpoint.opening import open_checkpoint_headers
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import ConvertRequest
@@ -46,7 +46,7 @@ def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
         file.unlink()
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE)
     with pytest.raises(InputError, match=r"docs/questions\.md"):
-        open_headers_only(folder)
+        open_checkpoint_headers(folder)
 
 
 FP8 = {

@@ -1,6 +1,11 @@
 """Turn converted MLA weights into the tensors that are stored, for the stock classes and for layout
 ``kvfold``, with the constant latent channel of layout ``free``.
 
+In DeepSeek's names, ``kv_a_proj_with_mqa`` computes the latent and the shared rotary key,
+``kv_a_layernorm`` normalizes the latent, and ``kv_b_proj`` expands it to the keys and values of all
+heads. ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj`` do the same for a latent of the queries.
+``R`` is the stored rank, the constant channel included; ``LatentWeights.rank`` does not count it.
+
 DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
 have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
 scaled to an rms that is usually one (`adapt_to_norm` in ``transforms/latent/variants.py``).
@@ -40,7 +45,8 @@ _READERS = ("q_b_proj", "kv_b_proj")
 
 def choose_norm_weight(rank: int) -> float:
     """Return the weight of a latent's RMSNorm in layout ``free``: the power of two nearest to ``B /
-    sqrt(R)``, for the constant channel B and the rank R.
+    sqrt(R)``, for the value B of the constant channel and the stored rank R, which counts this
+    channel.
     """
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 

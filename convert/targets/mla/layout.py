@@ -123,7 +123,7 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     elif base is not None and not spec.has_kernels:
         table = {"rope_type": "default", "rope_theta": base}
     else:
-        table = build_longrope(theta, positions)
+        table = build_longrope_parameters(theta, positions)
     if engine and not sparse:
         table = {"rope_parameters": table}
         return {**make_older_rope_keys(table), **table}
@@ -141,7 +141,7 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     return {"head_dim": head_dim, "rope_parameters": table}
 
 
-def build_longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+def build_longrope_parameters(theta: Sequence[float], positions: int) -> dict[str, Any]:
     """Return ``rope_parameters`` of type longrope that give any rotary frequencies ``theta [P/2]``:
     one factor for each standard frequency, equal for short and long texts.
     """

@@ -45,7 +45,8 @@ def is_mla_config(config: Mapping[str, Any]) -> bool:
 class MlaSpec:
     """The sizes of latent attention (MLA) and the layout in which it is stored.
 
-    kv_rank: cached latent channels R per token and layer, the constant channel included
+    kv_rank: cached latent channels R per token and layer, as in ``--kv-rank``; the constant channel
+        of layout ``free`` is included here, but not in the R of ``transforms/``
     rope_dim: dims P of the cached rotary key
     layout: where the model is stored (`layout`, `custom_code`)
     rotated: mix the channels with each other, for a quantized cache

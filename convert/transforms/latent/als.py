@@ -65,6 +65,8 @@ class LatentFactors:
     down: ``X [P + R, E+1]`` on ``[x; 1]``: shared rotary keys (``P`` rows), then the latent
     up_keys: ``[H, D, P + R]``, each head's keys from both, as its queries see them
     up_values: ``[G, D, R]``, the values from the latent
+
+    ``R`` does not count the constant channel of layout ``free``, which ``--kv-rank`` counts.
     """
 
     down: Tensor
@@ -73,7 +75,7 @@ class LatentFactors:
 
     @property
     def rank(self) -> int:
-        """The number of latent channels ``R``."""
+        """The number of latent channels ``R``, without the constant channel of layout ``free``."""
         return self.up_values.shape[-1]
 
 

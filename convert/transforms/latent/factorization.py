@@ -68,8 +68,8 @@ def factor_layer(
     scale: float | None = None,
     centered: bool = True,
 ) -> LatentWeights:
-    """Return the layer converted to latent attention with ``rank`` channels, fitted to calibration
-    ``statistics``, in float32 or wider.
+    """Return the layer converted to latent attention with ``rank`` channels (the constant one of
+    layout ``free`` not counted), fitted to calibration ``statistics``, in float32 or wider.
 
     ``context``: the number of positions to support; 0 means the length of the calibration text.
     ``centered`` moves the mean from the latent to the biases; otherwise the result has only biases

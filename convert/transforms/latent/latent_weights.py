@@ -4,7 +4,9 @@ arXiv:2405.04434).
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent,
 ``P`` rotary dims, ``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down
 x + down_bias`` and one rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need
-to be cached per token.
+to be cached per token. ``R`` counts the channels of ``c``. Layout ``free`` stores one more, which
+is
+constant: ``--kv-rank`` counts it, the transforms do not.
 """
 
 from dataclasses import dataclass
@@ -122,7 +124,9 @@ class QueryLatent(TensorDataclass):
 
 @dataclass(frozen=True)
 class LatentWeights(TensorDataclass):
-    """The weights of one latent attention layer, which computes
+    """The weights of one multi-head latent attention layer (DeepSeek-V2 2024, sec. 2.1).
+
+    It computes
 
         score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))
         y = sum_h o_h uv_h (attention_h c) + o_bias
@@ -165,7 +169,7 @@ class LatentWeights(TensorDataclass):
 
     @property
     def rank(self) -> int:
-        """The number of latent channels ``R``."""
+        """The number of latent channels ``R``, without the constant channel of layout ``free``."""
         return self.down.shape[0]
 
     @property

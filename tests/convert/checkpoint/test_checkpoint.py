@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import fingerprint_files
 from kvfold.convert.checkpoint.files import list_extra_files
-from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError
 
@@ -53,7 +53,7 @@ def write_header(folder: Path, header: Any) -> None:
 
 def problems_of(model: Path | str) -> list[str]:
     with pytest.raises(InputError) as caught:
-        open_headers_only(model)
+        open_checkpoint_headers(model)
     problems = [caught.value.message, *caught.value.details]
     assert all("\n" not in line and len(line) < 2000 for line in problems)
     return problems

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.files import list_extra_files
 from kvfold.convert.checkpoint.hub import upload_files
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers_only
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_checkpoint_headers
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError, KvfoldError
@@ -152,7 +152,7 @@ def describe(opener: Callable[[str], Checkpoint]) -> Any:
 
 
 def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> None:
-    found = ask(lambda: describe(open_headers_only))
+    found = ask(lambda: describe(open_checkpoint_headers))
     assert found[:2] == [f"team/tiny@{COMMIT}", {"model_type": "llama"}]
     for shard in SHARDS:
         sent = [size for method, name, size in hub.served if name == shard and method == "GET"]
@@ -165,7 +165,7 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> Non
     save_file(tensors, folder / "model.safetensors")  # its header is longer than the first request
 
     def chats_and_names() -> Any:
-        checkpoint = open_headers_only("team/tiny")
+        checkpoint = open_checkpoint_headers("team/tiny")
         return [checkpoint.has_chat_template, sorted(checkpoint.tensors)]
 
     other = str(folder.parent / "other")
@@ -191,7 +191,7 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
     hub.served.clear()
     assert ask(read, HF_HUB_OFFLINE="1") == expected
     offline = ask(
-        lambda: open_headers_only("team/tiny@v1").compute_model_digest(), HF_HUB_OFFLINE="1"
+        lambda: open_checkpoint_headers("team/tiny@v1").compute_model_digest(), HF_HUB_OFFLINE="1"
     )
     assert offline == expected[1]
     assert hub.served == []
@@ -230,7 +230,9 @@ def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
     for path in folder.glob("model*"):
         path.unlink()
     other = str(folder.parent / "other")
-    read = ask(lambda: open_headers_only("team/tiny").read_tensor("w").tolist(), HF_HOME=other)
+    read = ask(
+        lambda: open_checkpoint_headers("team/tiny").read_tensor("w").tolist(), HF_HOME=other
+    )
     assert read == [1, 1, 1]
 
 
@@ -238,7 +240,7 @@ def test_what_the_hub_does_not_have_or_sends_cut(folder: Path, ask: Any) -> None
     def refuse(model: str, **environment: str) -> str:
         def work() -> list[str]:
             messages = []
-            for opener in (open_headers_only, open_checkpoint):
+            for opener in (open_checkpoint_headers, open_checkpoint):
                 with pytest.raises(InputError) as caught:
                     opener(model)
                 messages.append(str(caught.value))

@@ -66,8 +66,8 @@ def test_a_budget_gets_a_split_and_its_request_names_it(swept):
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = with_losses(swept, (0.001, 0.2, 0.009, 0.3))
-    assert found.smallest_within_limit is found.rows[2]
-    assert replace(found, within=0.002).smallest_within_limit is found.rows[0]
+    assert found.smallest is found.rows[2]
+    assert replace(found, within=0.002).smallest is found.rows[0]
     assert found.verdict == "within 1 % perplexity: MLA 16+8, uncertain"
     assert replace(found, within=0.02).verdict == "within 2 % perplexity: MLA 16+8"
     lines = summarize_sweep(found).splitlines()
@@ -83,7 +83,7 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monk
 
 def test_what_normal_effort_is_expected_to_leave_may_be_within_the_limit(swept):
     found = with_losses(swept, (0.1, 0.2, 0.015, 0.4))
-    assert found.smallest_within_limit is None
+    assert found.smallest is None
     assert found.smallest_after_training is found.rows[2]
     assert found.verdict.endswith("expected with --effort normal: MLA 16+8")
     text = summarize_sweep(found)
@@ -98,7 +98,7 @@ def test_what_normal_effort_is_expected_to_leave_may_be_within_the_limit(swept):
 
 def test_where_none_is_within_the_loss_the_nearest_is_named(swept):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
-    assert found.smallest_within_limit is found.smallest_after_training is None
+    assert found.smallest is found.smallest_after_training is None
     assert found.verdict == "none within 1 % perplexity; nearest: GQA-2"
     assert summarize_sweep(found).endswith("--effort normal")
     broken = with_losses(swept, (math.nan, 0.3, 0.2, math.nan))
@@ -112,7 +112,7 @@ def test_the_default_limit_is_that_of_the_verdict(swept):
     near[3] = replace(near[3], agreement=0.1)
     rows = [replace(row, measured=measured) for row, measured in zip(found.rows, near, strict=True)]
     found = replace(found, rows=rows)
-    assert found.smallest_within_limit is rows[1]
+    assert found.smallest is rows[1]
     assert found.verdict == "near the source: MQA"
 
 

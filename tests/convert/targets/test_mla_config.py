@@ -8,7 +8,11 @@ from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import make_model
-from kvfold.convert.targets.mla.layout import build_longrope, build_mla_config, find_rope_base
+from kvfold.convert.targets.mla.layout import (
+    build_longrope_parameters,
+    build_mla_config,
+    find_rope_base,
+)
 from kvfold.convert.targets.mla.spec import MlaSpec, compute_context_length, list_mla_problems
 
 CASES = read_cases(__file__)
@@ -98,7 +102,7 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     assert find_rope_base([1.0]) == 10000.0
     for other in ([0.5, 0.25], [1.0, 1.0, 0.1], [*plain[:3], plain[3] * 1.001]):
         assert find_rope_base(other) is None
-        table = build_longrope(other, 512)
+        table = build_longrope_parameters(other, 512)
         assert table["short_factor"] == table["long_factor"]
         inverse = [
             1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])

@@ -79,14 +79,14 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     computed = []
     states = torch.randn(8, 3, 2)
 
-    def run_teacher(teacher, tokens, autocast):
+    def compute_teacher_states(teacher, tokens, autocast):
         rows = (tokens[:, 0] // 3).tolist()
         computed.append(rows)
         return TeacherText(tokens, states[rows])
 
     order = iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]])
     monkeypatch.setattr(module, "BLOCK_STEPS", 2)
-    monkeypatch.setattr(module, "run_teacher", run_teacher)
+    monkeypatch.setattr(module, "compute_teacher_states", compute_teacher_states)
     monkeypatch.setattr(module, "draw_batches", lambda *_: order)
     text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3))
     for batch in islice(text.draw_batches(5, seed=0), 2, None):  # a resumed run skips steps

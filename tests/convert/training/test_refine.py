@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import open_source_stream
-from kvfold.convert.conversion.layers import fit_layer, make_refinement
+from kvfold.convert.conversion.layers import fit_layer, make_refine_settings
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.refine import (
@@ -55,7 +55,7 @@ def first_step(plan, tokens=None):
 
 
 def task_of(plan, **changes):
-    return RefineSettings(**{**vars(make_refinement(plan, plan.request.refine)), **changes})
+    return RefineSettings(**{**vars(make_refine_settings(plan, plan.request.refine)), **changes})
 
 
 @pytest.fixture

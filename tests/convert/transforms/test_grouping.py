@@ -72,7 +72,7 @@ def test_the_candidate_with_the_least_error_is_taken():
         seed=0,
         similar=True,
         objective=SCORES,
-        shared={},
+        pair_losses_cache={},
     )
     error, groups, folded = fold_with_best_groups(layer, layer.statistics)
     assert (error, groups) == (0.0, PAIRS)
