@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvfold.convert.checkpoint.digests import read_hashes
 from kvfold.convert.checkpoint.files import RECORD, list_files
+from kvfold.convert.checkpoint.opening import resolve_local_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals
@@ -41,10 +42,10 @@ def resolve_output_path(
     on disk changes. ``model`` is MODEL's folder or hub id. ``overwrite`` is None for a command that
     has no option --overwrite.
 
-    Raises InputError if OUT exists and is neither an empty folder nor, with ``overwrite``, a folder
-    with a ``kvfold.json`` that lists all its files; if OUT is a mount point; if OUT and MODEL
-    overlap; or if the nearest existing parent is not a writable folder (missing parents are created
-    later).
+    Raises InputError if MODEL is neither a folder nor a hub id; if OUT exists and is neither an
+    empty folder nor, with ``overwrite``, a folder with a ``kvfold.json`` that lists all its files;
+    if OUT is a mount point; if OUT and MODEL overlap; or if the nearest existing parent is not a
+    writable folder (missing parents are created later).
     """
     try:
         target = Path(out).resolve()
@@ -52,15 +53,15 @@ def resolve_output_path(
         raise InputError(
             f"{out} cannot be an output folder ({error}); choose another OUT"
         ) from None
-    if model is not None and os.path.isdir(model):
-        source = Path(model).resolve()
-        # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would
-        # remove MODEL
-        if target.is_relative_to(source) or source.is_relative_to(target):
-            raise InputError(
-                f"OUT ({target}) must not be MODEL ({source}), inside it or around it; choose"
-                " another OUT"
-            )
+    # before OUT: where MODEL is missing, an existing OUT may be a mistake of the same kind
+    source = None if model is None else resolve_local_folder(model)
+    # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would
+    # remove MODEL
+    if source and (target.is_relative_to(source) or source.is_relative_to(target)):
+        raise InputError(
+            f"OUT ({target}) must not be MODEL ({source}), inside it or around it; choose another"
+            " OUT"
+        )
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))

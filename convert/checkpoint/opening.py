@@ -52,6 +52,7 @@ __all__ = [
     "check_models_can_be_opened",
     "open_checkpoint",
     "open_checkpoint_headers",
+    "resolve_local_folder",
 ]
 
 # The beginning of the text file that Git has in place of a large one
@@ -233,7 +234,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    folder = _resolve_local_folder(model)
+    folder = resolve_local_folder(model)
     if folder is not None:
         hub_folder = re.fullmatch(r"models--([^/]+?)--([^/]+)", folder.parent.parent.name)
         if folder.parent.name == "snapshots" and hub_folder is not None:
@@ -259,7 +260,7 @@ def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
     HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
-    if _resolve_local_folder(model) is not None:
+    if resolve_local_folder(model) is not None:
         return open_checkpoint(model)
     from huggingface_hub import constants
 
@@ -277,7 +278,7 @@ def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def _resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
+def resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
     """Return the real path of ``model`` if it is a local folder, or None if it is a hub id. Raises
     InputError if it is neither.
     """
@@ -288,7 +289,8 @@ def _resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
         if hub.HUB_ID.fullmatch(str(model)):
             return None
         raise InputError(
-            f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)"
+            f"{model}: no such folder; use a checkpoint's folder, or a hub id with its owner, such"
+            " as openai-community/gpt2"
         ) from None
     if not is_folder:
         raise InputError(

@@ -3,8 +3,10 @@ enough. Does not import torch.
 """
 
 import shutil
+from collections.abc import Mapping
 from math import ceil, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvfold.convert import processes
@@ -56,10 +58,13 @@ class ResourceNeeds(NamedTuple):
 
     memory: the peak of one process.
     disk: for the output, with headers and side files, and for the state of polishing.
+    by_option: the memory that an option alone needs: ``samples`` for the hidden states of all
+        tokens, ``calibration`` for text that the source writes, and ``polish``; 0 if not used.
     """
 
     memory: int
     disk: int
+    by_option: Mapping[str, int] = MappingProxyType({})
 
 
 def estimate_needs(plan: Plan) -> ResourceNeeds:
@@ -107,17 +112,19 @@ def estimate_needs(plan: Plan) -> ResourceNeeds:
         + _FLOAT * max(layers, ends)
     )
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
-    memory = _FLOAT * states + max(in_layers, at_end)
+    # Three of the states at least; the bound above must not refuse what would run.
+    by_option = {"samples": _FLOAT * 3 * width * (tokens + held_out)}
     if source_writes_text(plan):
         cached = plan.cache_elements * shape.layers * length + 4 * shape.vocabulary
-        memory = max(memory, _FLOAT * (model + cached * max(1, SELF_TOKENS // length)))
+        by_option["calibration"] = _FLOAT * (model + cached * max(1, SELF_TOKENS // length))
     if request.polish:
         batch = choose_batch_size(length) * length * width
         steps = min(BLOCK_STEPS, count_polish_steps(request.polish, length))
         activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
         weights = _FLOAT * (model - trained) + _MASTER * trained
-        memory = max(memory, weights + activations + _POLISHED_LOGITS)
-    return ResourceNeeds(_BASE_WITH_TEXT + memory, disk)
+        by_option["polish"] = weights + activations + _POLISHED_LOGITS
+    memory = max(_FLOAT * states + max(in_layers, at_end), *by_option.values())
+    return ResourceNeeds(_BASE_WITH_TEXT + memory, disk, by_option)
 
 
 def source_writes_text(plan: Plan) -> bool:
@@ -130,25 +137,36 @@ def source_writes_text(plan: Plan) -> bool:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError if an option of the request needs the whole model in memory at once, but
-    there is not enough free memory.
+    """Raise InputError if an option of the request needs more memory than is free: the number of
+    calibration tokens, or an option that loads the whole model at once.
     """
-    if source_writes_text(plan):
-        option = "--calibration self (the default of chat models)"
-        alternative = f"leave that text out with --calibration {SELF}:0"
-    elif plan.request.polish:
-        option = "--polish"
-        alternative = "use only --refine, which loads one layer at a time"
-    else:
-        return
-    needed = estimate_needs(plan).memory
+    request = plan.request
     free_memory = get_free_memory_bytes(plan)
-    if free_memory is not None and needed > free_memory:
-        raise InputError(
-            f"{option} needs the whole model in memory: about {format_bytes(needed)}, but only"
-            f" {format_bytes(free_memory)} are free; use a machine with more memory, or"
-            f" {alternative}"
-        )
+    if free_memory is None or not request.calibrated:
+        return
+    causes = {
+        "samples": (
+            f"--samples {request.samples} of {request.calibration_length} tokens (--seq-len) need"
+            " memory for their hidden states",
+            "lower --samples or --seq-len",
+        ),
+        "calibration": (
+            "--calibration self (the default of chat models) needs the whole model in memory",
+            f"lower --seq-len, or leave that text out with --calibration {SELF}:0",
+        ),
+        "polish": (
+            "--polish needs the whole model in memory",
+            "use only --refine, which loads one layer at a time",
+        ),
+    }
+    for option, needed in estimate_needs(plan).by_option.items():
+        if _BASE_WITH_TEXT + needed > free_memory:
+            cause, alternative = causes[option]
+            raise InputError(
+                f"{cause}: about {format_bytes(needed)}, but only {format_bytes(free_memory)} are"
+                f" free; use a machine with more memory, or {alternative}",
+                field=option,
+            )
 
 
 def get_free_disk_bytes(plan: Plan) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.compare import compute_margin, split_positions
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, option_error, summarize_error
+from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
 from kvfold.convert.measure.chat import generate_reply, load_whole_model
 from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, ProgressStages
@@ -136,8 +136,9 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         raise option_error(
             "tasks",
             ",".join(request.harness_tasks),
-            "needs lm-evaluation-harness, which is not installed; run pip install 'kvfold[eval]',"
-            " or use only replies",
+            f": kvfold's own task is replies{suggest_name(request.harness_tasks[0], ['replies'])};"
+            " any other is of lm-evaluation-harness, which is not installed: pip install"
+            " 'kvfold[eval]'",
         )
     with closing(open_checkpoint(request.model)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")

@@ -37,14 +37,12 @@ from kvfold.convert.training.steps import (
     scale_adam_steps,
     scale_gradients,
 )
-from kvfold.convert.uptrain.uptrain_request import UptrainRequest
+from kvfold.convert.uptrain.uptrain_request import FULL_BATCH, UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after
 # 40 steps, MLA 24+8 of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (by a script
 # in git history, 2026-11-22)
 _AT_WIDTH_ONE = 0.05
-# Tokens per step from which on the rate no longer grows: the default of ``--batch-tokens``.
-_FULL_BATCH = 65536
 # Steps, or a twentieth of the run if that is more. Adam's first steps are of full size whatever the
 # gradient is. Without warmup 3 steps of 16,384 tokens took SmolLM2-135M, MLA 128+64 as fitted, from
 # KL 0.158 to 0.175 (recipes/real_models.py, 2026-11-26).
@@ -83,7 +81,7 @@ def make_training_arguments(
     micro_batch = max(size for size in range(1, limit + 1) if share % size == 0)
     # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
     # limited by curvature.
-    batch = min(1.0, request.batch_tokens / _FULL_BATCH)
+    batch = min(1.0, request.sequences_per_step * request.seq_len / FULL_BATCH)
     rate = _AT_WIDTH_ONE / math.sqrt(width) * math.sqrt(batch)
     return TrainingArguments(
         output_dir=str(request.training_folder),

@@ -1,7 +1,7 @@
 """The options of ``kvfold uptrain``, validated without opening any file."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvfold.convert.options import (
@@ -15,6 +15,9 @@ from kvfold.convert.options import (
 from kvfold.convert.request import Device, TrainingDtype
 from kvfold.convert.training.budget import BATCH_TOKENS
 
+# Tokens per step from which on the learning rate no longer grows; the default on a GPU.
+FULL_BATCH = 65536
+
 
 @dataclass(frozen=True)
 class UptrainRequest(Request):
@@ -24,7 +27,7 @@ class UptrainRequest(Request):
     converted to strings.
 
     >>> request = UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL")
-    >>> request.sequences_per_step
+    >>> request.with_batch_tokens(65536).sequences_per_step
     64
     """
 
@@ -45,8 +48,11 @@ class UptrainRequest(Request):
         metavar="MODEL",
     )
     steps: int = option(1000, "Number of optimizer steps.", minimum=1)
-    batch_tokens: int = option(
-        65536, "Tokens per step, summed over all processes; a multiple of --seq-len."
+    batch_tokens: int | None = option(
+        None,
+        "Tokens per step, summed over all processes; a multiple of --seq-len. Default: about"
+        f" {FULL_BATCH}, on a CPU {BATCH_TOKENS}.",
+        minimum=1,
     )
     relative_lr: float | None = option(
         None,
@@ -88,16 +94,26 @@ class UptrainRequest(Request):
 
     def list_problems(self) -> Iterator[tuple[str, str]]:
         """Yield the field and the message of each problem that involves more than one option."""
-        if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
+        if self.batch_tokens is not None and self.batch_tokens % self.seq_len:
             yield (
                 "batch_tokens",
                 f"--batch-tokens must be a multiple of --seq-len {self.seq_len}, not"
                 f" {self.batch_tokens}",
             )
 
+    def with_batch_tokens(self, default: int) -> "UptrainRequest":
+        """The request with ``batch_tokens`` set: as given, or else the whole sequences, at least
+        one, in ``default`` tokens.
+        """
+        tokens = max(1, default // self.seq_len) * self.seq_len
+        return replace(self, batch_tokens=self.batch_tokens or tokens)
+
     @property
     def sequences_per_step(self) -> int:
-        """The number of sequences per optimizer step, summed over all processes."""
+        """The number of sequences per optimizer step, summed over all processes. ``batch_tokens``
+        must be set (see `with_batch_tokens`).
+        """
+        assert self.batch_tokens is not None
         return self.batch_tokens // self.seq_len
 
     @property

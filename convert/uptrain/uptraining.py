@@ -46,14 +46,20 @@ from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import find_text_type
 from kvfold.convert.formatting import to_json_values
-from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, run_on_rank0
+from kvfold.convert.processes import (
+    broadcast_from_rank0,
+    launched_as_rank0,
+    run_on_rank0,
+    world_size,
+)
 from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
+from kvfold.convert.training.budget import BATCH_TOKENS
 from kvfold.convert.training.loop import draw_batches
 from kvfold.convert.training.steps import check_constant_channel
-from kvfold.convert.uptrain.uptrain_request import UptrainRequest
+from kvfold.convert.uptrain.uptrain_request import FULL_BATCH, UptrainRequest
 
 # The maximum size of a shard, as by default in transformers.
 _SHARD_BYTES = 5 * 10**9
@@ -136,6 +142,9 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     # Before the first step, so that a bad file does not cost the training.
     side_files = read_side_files(source)
     device = choose_device(request.device)
+    # On a CPU a step of 65,536 tokens takes a small language model many minutes.
+    on_cpu = device.type == "cpu"
+    request = request.with_batch_tokens(BATCH_TOKENS * world_size() if on_cpu else FULL_BATCH)
     precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
     hide_progress_bars(request.quiet)
     # From here on the processes are connected.
@@ -324,7 +333,7 @@ def _write_checkpoint(
 
 def format_summary(request: UptrainRequest, uptrained: Uptrained) -> str:
     """Return a summary of the result for users, one to four lines long."""
-    tokens = request.steps * request.batch_tokens
+    tokens = request.steps * uptrained.record["request"]["batch_tokens"]
     wrote = f"wrote {request.out}: {request.steps} steps, {tokens} tokens"
     return "\n".join([wrote, *_format_held_out_figures(uptrained.record)])
 

@@ -71,6 +71,25 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
     )  # Llama-2-7B in float32
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "advice"),
+    [
+        ({"samples": 100_000, "calibration": "self"}, "samples", "--seq-len"),
+        ({"calibration": "self"}, "calibration", "--calibration self:0"),
+        ({"polish": 100}, "polish", "--refine"),
+    ],
+)
+def test_too_little_memory_is_blamed_on_the_option_that_needs_it(
+    config_only, monkeypatch, refused, options, field, advice
+):
+    monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 16 << 30)
+    request = ConvertRequest(model=config_only, out="OUT", **{**FOLD, **options})
+    with refused() as caught:
+        memory.check_memory(make_plan(request, checkpoint_from_config(request)))
+    assert caught.value.field == field
+    assert advice in caught.value.message
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A model of width 768, whose fits take more than the libraries."""

@@ -106,10 +106,11 @@ def test_replies_are_compared_with_those_of_the_source():
 
 def test_tasks_need_the_harness(monkeypatch, refused):
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
-    request = EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
-    with refused() as error:
-        evaluation.eval_checkpoints(request)
-    assert "pip install 'kvfold[eval]'" in str(error.value)
+    for task, advice in (("lambada_openai", "kvfold[eval]"), ("replis", "did you mean replies?")):
+        request = EvalRequest(demo_folder(), demo_folder(), tasks=[task])
+        with refused() as error:
+            evaluation.eval_checkpoints(request)
+        assert advice in str(error.value)
 
 
 def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):

@@ -288,6 +288,22 @@ def test_arguments_for_the_trainer(options, expected, monkeypatch):
         make_training_arguments(request, 256, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("options", "tokens"), [({}, 1024), ({"seq_len": 768}, 768), ({"batch_tokens": 4096}, 4096)]
+)
+def test_a_default_step_on_a_cpu_has_a_thousand_tokens(
+    source, text, tmp_path, monkeypatch, options, tokens
+):
+    def stop(request, *others):
+        raise InputError(f"{request.sequences_per_step * request.seq_len} tokens")
+
+    monkeypatch.setattr(uptrain_trainer, "make_training_arguments", stop)
+    monkeypatch.setattr(uptraining, "check_seq_len", lambda *given: None)
+    request = UptrainRequest(source, tmp_path / "out", text, device="cpu", **options)
+    with pytest.raises(InputError, match=f"^{tokens} tokens$"):
+        uptrain_checkpoint(request)
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     """By the recipe's script, in processes that begin as torchrun's do."""
