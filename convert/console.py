@@ -219,7 +219,7 @@ def check_output_files(json_file: str | None, report: str | None = None) -> None
             raise option_error(
                 "report",
                 report,
-                "draws with matplotlib; install it: pip install 'kvfold[report]'",
+                "needs matplotlib, which is not installed; run pip install 'kvfold[report]'",
             )
         _check_writable("report", Path(report) / REPORT)
 

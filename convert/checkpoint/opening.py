@@ -320,7 +320,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     problems: list[str] = []
     # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in (*extra, *({CARD} & {*names})):
-        with _collect_problems(problems):
+        with _collect_input_errors(problems):
             read_checkpoint_file(folder, name, 1)
     read = read_header
     if entry in LEGACY:
@@ -337,7 +337,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             " the index that belongs to the files in the folder"
         )
     for file in files:
-        with _collect_problems(problems):
+        with _collect_input_errors(problems):
             path = paths[file] = resolve_checkpoint_file(folder, file, entry)
             states |= get_file_states([path])
             if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
@@ -374,7 +374,7 @@ def _list_notes(folder: Path, origin: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _collect_problems(problems: list[str]) -> Iterator[None]:
+def _collect_input_errors(problems: list[str]) -> Iterator[None]:
     """Catch an InputError in the with-block and append its lines to ``problems``, so that several
     errors are reported together.
     """

@@ -29,7 +29,7 @@ UNTRAINED = "needs training"
 _UPTRAIN = {"steps": 200}
 
 
-class Loss(NamedTuple):
+class LossFigures(NamedTuple):
     """The three figures that decide the verdict on a converted model: excess loss, KL divergence
     and top-1 agreement with the source.
 
@@ -45,23 +45,23 @@ class Loss(NamedTuple):
 
 # The most that --effort normal left of the excess, the KL and the disagreement of fitted
 # conversions (docs/choosing.md, "The verdict").
-_LEFT = Loss(0.55, 0.67, 0.82)
+_LEFT = LossFigures(0.55, 0.67, 0.82)
 # Refinement steps that auto counts for when efforts are compared: chosen, as in a thorough one.
 _AUTO_REFINED = EFFORTS["thorough"]["refine"]
 # Options of a run that its next command does not repeat.
 _NOT_REPEATED = ("model", "out", "quiet", "fresh", "dry_run", "max_shard_size")
 
 # The limits of the first two verdicts, between the rows of the table in docs/choosing.md.
-LIMITS = {NEAR: Loss(0.07, 0.12, 0.80), WORSE: Loss(0.25, 0.40, 0.65)}
+LIMITS = {NEAR: LossFigures(0.07, 0.12, 0.80), WORSE: LossFigures(0.25, 0.40, 0.65)}
 
 
-def is_within(loss: "Loss | DriftMeasurement", limits: Loss) -> bool:
+def is_within(loss: "LossFigures | DriftMeasurement", limits: LossFigures) -> bool:
     """True if no figure of ``loss`` exceeds ``limits``. NaN exceeds every limit."""
     low = loss.excess <= limits.excess and loss.kl <= limits.kl
     return low and loss.agreement >= limits.agreement
 
 
-def judge_drift(loss: "Loss | DriftMeasurement") -> str:
+def judge_drift(loss: "LossFigures | DriftMeasurement") -> str:
     """Return the verdict on a measured ``loss`` in words: the best one in `LIMITS` whose limits no
     figure exceeds.
     """
@@ -82,13 +82,13 @@ def format_verdict(drift: "DriftReport") -> str:
     return f"{judge_drift(drift)}{', uncertain' * doubtful}"
 
 
-def expect_normal_effort(request: ConvertRequest, loss: "DriftMeasurement") -> Loss | None:
+def expect_normal_effort(request: ConvertRequest, loss: "DriftMeasurement") -> LossFigures | None:
     """Return the most that ``--effort normal`` is expected to leave of the ``loss`` of a conversion
     that was only fitted; None if it was trained, or its method is not the default.
     """
     if request.refine or request.polish or request.resolved_method != DEFAULT:
         return None
-    return Loss(
+    return LossFigures(
         excess=_LEFT.excess * loss.excess,
         kl=_LEFT.kl * loss.kl,
         agreement=1 - _LEFT.agreement * (1 - loss.agreement),

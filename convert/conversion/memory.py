@@ -67,7 +67,7 @@ class ResourceNeeds(NamedTuple):
     by_option: Mapping[str, int] = MappingProxyType({})
 
 
-def estimate_needs(plan: Plan) -> ResourceNeeds:
+def estimate_memory_and_disk(plan: Plan) -> ResourceNeeds:
     """Estimate the bytes of memory that each process needs, and the bytes of disk space for the
     output. Both are upper bounds; small models need as little as half of the memory.
 
@@ -159,7 +159,7 @@ def check_memory(plan: Plan) -> None:
             "use only --refine, which loads one layer at a time",
         ),
     }
-    for option, needed in estimate_needs(plan).by_option.items():
+    for option, needed in estimate_memory_and_disk(plan).by_option.items():
         if _BASE_WITH_TEXT + needed > free_memory:
             cause, alternative = causes[option]
             raise InputError(

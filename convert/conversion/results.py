@@ -18,7 +18,7 @@ from kvfold.convert.conversion.judgment import (
     suggest_next_command,
 )
 from kvfold.convert.conversion.memory import (
-    estimate_needs,
+    estimate_memory_and_disk,
     get_free_disk_bytes,
     get_free_memory_bytes,
 )
@@ -81,7 +81,7 @@ class Conversion:
         """
         plan = self.plan
         if self.written is None:
-            needs = estimate_needs(plan)
+            needs = estimate_memory_and_disk(plan)
             facts = {
                 "out": None,
                 "dry_run": True,
@@ -165,7 +165,7 @@ def summarize_plan(plan: Plan) -> str:
     and the memory and disk space needed.
     """
     request = plan.request
-    needs = estimate_needs(plan)
+    needs = estimate_memory_and_disk(plan)
     per_process = " per process" if processes.world_size() > 1 else ""
     computed = sum(map(len, plan.output.computed_names))
     copied = len(plan.output.tensors) - computed

@@ -64,7 +64,9 @@ _WRAPPED_NAMES = WrapperPrefixes(
 )  # as transformers 5 writes them
 _OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
 _IDEFICS_NAMES = WrapperPrefixes("model.text_model.", "lm_head.")
-_LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
+_SEE_SUPPORTED_MODELS = (
+    "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
+)
 
 
 def find_text_type(config: Mapping[str, Any]) -> str | None:
@@ -149,7 +151,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
             )
         raise InputError(
             f"config.json: model_type {model_type!r} is not a supported causal language model or"
-            f" wrapper around one; {_LISTED}"
+            f" wrapper around one; {_SEE_SUPPORTED_MODELS}"
         )
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]

@@ -264,7 +264,8 @@ def _check_latent_shapes(
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
     if len(shapes) != layers or set(shapes) != {shape}:
         raise InputError(
-            "its tensors do not match its config.json; check that both are from the same model",
+            "the tensors of the checkpoint do not match its config.json; check that both are from"
+            " the same model",
             [f"{ending} must be {list(shape)} in {layers} layers, not {sorted(set(shapes))}"],
         )
 

@@ -40,7 +40,7 @@ from kvfold.convert.conversion.calibration import Calibration, load_source_and_t
 from kvfold.convert.conversion.judgment import (
     LIMITS,
     NEAR,
-    Loss,
+    LossFigures,
     expect_normal_effort,
     format_convert_command,
     is_within,
@@ -100,7 +100,7 @@ class SweepRow:
         return ["kvfold", "convert", *arguments, *format_argv(options)]
 
     @property
-    def expected(self) -> Loss | None:
+    def expected(self) -> LossFigures | None:
         """What ``--effort normal`` is expected to leave of the measured loss; None if the sweep
         refined the target.
         """
@@ -138,12 +138,12 @@ class Sweep:
     seconds: float
 
     @property
-    def limit(self) -> Loss:
+    def limit(self) -> LossFigures:
         """The largest figures that a target may have."""
         if self.within is None:
             return LIMITS[NEAR]
         # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
-        return Loss(math.log1p(self.within), kl=math.inf, agreement=0.0)
+        return LossFigures(math.log1p(self.within), kl=math.inf, agreement=0.0)
 
     @property
     def limit_name(self) -> str:

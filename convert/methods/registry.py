@@ -1,7 +1,7 @@
 """The registry of methods and objectives: a decorator registers each of them by name; no other list
 contains the names.
 
-A method converts a layer: its ``fit`` computes a `ConvertedLayer` from a `FoldLayer` or a
+A method converts a layer: its ``convert_layer`` computes a `ConvertedLayer` from a `FoldLayer` or a
 `LatentLayer`. An objective is the error that a fold minimizes: an object that implements
 ``transforms.fold.heads.Objective``. CONTRIBUTING.md has an example of each.
 
@@ -133,7 +133,8 @@ class LatentLayer(SourceLayer):
 
 
 class Method:
-    """Base class of conversion methods. A subclass sets the attributes and implements `fit`.
+    """Base class of conversion methods. A subclass sets the attributes and implements
+    `convert_layer`.
 
     name: the NAME of ``--method NAME``.
     targets: the values of ``--to`` for which it is available.

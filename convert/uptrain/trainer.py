@@ -179,7 +179,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             dist.broadcast_object_list(sizes, src=0)
         self._sizes = sizes[0]
 
-    def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
+    def train_and_gather_state(self, checkpoint: Path | None) -> dict[str, Tensor]:
         """Train from ``checkpoint`` or from the start; return the whole tensors by name on the CPU,
         on the first process.
 
@@ -193,7 +193,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             return {}
         return dict(torch.load(self._best, weights_only=True))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def get_log_rows(self) -> list[dict[str, Any]]:
         """Return the rows logged so far, in order, without the summary of the whole run."""
         # Trainer sorts the keys of rows that it saves: a resumed run must write the same bytes.
         history = self.state.log_history

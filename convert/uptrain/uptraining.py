@@ -156,7 +156,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     )
     teacher = load_teacher(request, source, precision)
     trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
-    state = trainer.run(checkpoint)
+    state = trainer.train_and_gather_state(checkpoint)
 
     def write_result() -> Uptrained:
         """Write the trained checkpoint to OUT, and remove the training folder."""
@@ -167,7 +167,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
             path = Path(options[name])
             if path.exists():  # without its path, which is of this machine
                 options[name] = decode_file_name(path.resolve())
-        rows = trainer.rows()
+        rows = trainer.get_log_rows()
         record: dict[str, Any] = {"request": options, "log": rows}
         record["precision"] = format_dtype(precision)
         if measured := [row for row in rows if "eval_loss" in row]:

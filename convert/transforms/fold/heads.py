@@ -57,7 +57,7 @@ class GroupMoments:
     ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read head
     ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
     first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
-    distances (`score_fit.compute_distance_moments`). ``metric [m, D, D]``: the squared length of
+    distances (`score_fit.average_dim_rotations`). ``metric [m, D, D]``: the squared length of
     the layer's output per value (`linalg.compute_output_metric`). All are float64 (``phi``
     complex).
     """

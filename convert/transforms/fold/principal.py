@@ -25,7 +25,7 @@ from kvfold.convert.transforms.fold.heads import (
     merge_heads,
 )
 from kvfold.convert.transforms.fold.normed import fold_normed_projections
-from kvfold.convert.transforms.fold.score_fit import SCORES, compute_distance_moments
+from kvfold.convert.transforms.fold.score_fit import SCORES, average_dim_rotations
 from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize_norm, linearize_norms
 from kvfold.convert.transforms.linalg import (
     append_bias,
@@ -86,7 +86,7 @@ def compute_layer_moments(
         keys=compute_joint_moment(amplitudes * keys.affine, moment),
         queries=compute_head_moments(amplitudes * queries.affine, moment),
         values=compute_joint_moment(values, moment),
-        phi=compute_distance_moments(statistics.profile, context, rotary, weights.head_dim),
+        phi=average_dim_rotations(statistics.profile, context, rotary, weights.head_dim),
         metric=compute_output_metric(weights.o, weights.kv_heads),
         pairs=rotary.dims // 2,
     )

@@ -19,7 +19,7 @@ problem of size ``D``:
 
 where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
 (`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h``
-from `compute_distance_moments`.
+from `average_dim_rotations`.
 """
 
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor,
     )
 
 
-def compute_distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
+def average_dim_rotations(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
     """Return the average rotations ``E e^{-i (w_a - w_b) delta}`` of a head's dims, ``[H, D, D]``,
     for the attention ``profile [H, S]`` by distance and ``context`` positions.
     """

@@ -12,7 +12,7 @@ from kvfold.convert.conversion.judgment import (
     NEAR,
     UNTRAINED,
     WORSE,
-    Loss,
+    LossFigures,
     expect_normal_effort,
     format_verdict,
     judge_drift,
@@ -20,9 +20,9 @@ from kvfold.convert.conversion.judgment import (
 )
 from kvfold.convert.data import demo_folder
 
-GOOD = Loss(0.01, 0.02, 0.95)
-POOR = Loss(0.12, 0.15, 0.79)
-AWFUL = Loss(1.6, 1.7, 0.34)
+GOOD = LossFigures(0.01, 0.02, 0.95)
+POOR = LossFigures(0.12, 0.15, 0.79)
+AWFUL = LossFigures(1.6, 1.7, 0.34)
 LATENT = {"to": "mla", "kv_rank": 40, "rope_dim": 24}
 
 

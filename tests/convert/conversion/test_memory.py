@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, InputError
 from kvfold.convert.conversion import memory
-from kvfold.convert.conversion.memory import estimate_needs
+from kvfold.convert.conversion.memory import estimate_memory_and_disk
 from kvfold.convert.conversion.plan import checkpoint_from_config, make_plan
 
 FOLD = {"to": "gqa", "kv_heads": 8}
@@ -52,7 +52,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
 
 def needs(folder, **options):
     request = ConvertRequest(model=folder, out="OUT", **{**FOLD, **options})
-    return estimate_needs(make_plan(request, checkpoint_from_config(request)))
+    return estimate_memory_and_disk(make_plan(request, checkpoint_from_config(request)))
 
 
 def test_hidden_states_are_in_memory(config_only, monkeypatch):

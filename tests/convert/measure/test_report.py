@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvfold.convert import console, inspect_checkpoint
 from kvfold.convert.cli import kvfold
-from kvfold.convert.conversion.judgment import Loss
+from kvfold.convert.conversion.judgment import LossFigures
 from kvfold.convert.measure.plots import plot_loss_by_cache
 from kvfold.convert.measure.report import write_report
 
@@ -100,7 +100,7 @@ def test_equal_values_give_equal_plots_in_which_every_target_is_named():
     for excess in (0.1, 0.1, 0.2):
         measured = SimpleNamespace(excess=excess, excess_margin=0.1)
         row = SimpleNamespace(kind="MLA 128+64", cache_elements=192, measured=measured)
-        limit = {"limit": Loss(0.01, 1, 0), "limit_name": "limit"}
+        limit = {"limit": LossFigures(0.01, 1, 0), "limit_name": "limit"}
         sweep = SimpleNamespace(rows=[row], cache_elements=384, **limit)
         plots.append(plot_loss_by_cache(sweep).to_svg())
     assert plots[0] == plots[1] != plots[2]

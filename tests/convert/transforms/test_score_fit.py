@@ -56,7 +56,7 @@ def case(
     rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
     profile = (2 * normal(4, len(queries), 10)).softmax(1)
-    phi = score_fit.compute_distance_moments(profile, CONTEXT, rot, D)
+    phi = score_fit.average_dim_rotations(profile, CONTEXT, rot, D)
     metric = torch.eye(D, dtype=torch.float64).expand(members, D, D)
     group = GroupMoments(keys, queries, values=keys, phi=phi, metric=metric, pairs=dims // 2)
     return score_fit.fit_principal_keys(group), group, profile, rot
