@@ -1,27 +1,86 @@
 """Progress on stderr by tqdm: a bar for each stage on a terminal, otherwise a line every 30 s."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
+
+from kvfold.convert.formatting import format_duration
 
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]  # stage, units done, total
 Advance = Callable[[int], None]
 
+_BAR_SECONDS = 1.0  # between two states of a bar
 _LINE_SECONDS = 30.0  # between lines where stderr is no terminal
+# Part of a stage that its estimate counts as much as: chosen, not tuned.
+_TRUST = 0.1
 
 
-class _LineProgress(tqdm):  # type: ignore[type-arg]
-    """A tqdm progress bar that prints a line now and then instead of redrawing a bar."""
+class _StageBar(tqdm):  # type: ignore[type-arg]
+    """A tqdm progress bar that shows the time left, by the pace so far and by ``estimate``."""
+
+    estimate = 0.0  # seconds of the whole stage; 0 if nobody knows
+    seconds = 0.0  # seconds until the last unit was finished
+    paused = 0.0  # seconds in stages within this one
+
+    @property
+    def format_dict(self) -> Any:
+        """The values that ``bar_format`` names: tqdm's, and ``left``."""
+        values = super().format_dict
+        finished = self.n - self.initial
+        remaining = (self.total or 0) - self.n
+        units = finished + remaining
+        # The first units of a stage also pay for what is done once.
+        known = finished + (_TRUST * units if self.estimate else 0.0)
+        values["left"] = ""
+        if remaining and known:
+            pace = (self.seconds + self.estimate * _TRUST) / known
+            since = values["elapsed"] - self.paused - self.seconds
+            left = max(remaining * pace - since, (remaining - 1) * pace)
+            values["left"] = f", about {format_duration(left)} left"
+        return values
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """Add ``n`` finished units."""
+        if n and not self.disable:
+            self.seconds = super().format_dict["elapsed"] - self.paused
+        return super().update(n)
+
+
+class _StageLines(_StageBar):
+    """The same as a line now and then instead of a bar."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
         """A function that prints a status as a line of its own."""
         return lambda text: print(text, file=file, flush=True) if text.strip() else None
+
+
+class _LinesAboveBars:
+    """A terminal's stderr while it shows bars: lines that others print appear above them."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+    def write(self, text: str) -> int:
+        """Print the lines of ``text`` that are complete. What tqdm itself writes passes through."""
+        moves = not text.replace("\x1b[A", "").strip()
+        if "\r" in text or (moves and not self._begun):
+            self.terminal.write(text)
+        else:
+            *lines, self._begun = (self._begun + text).split("\n")
+            for line in lines:
+                tqdm.write(line, self.terminal)
+        return len(text)
 
 
 @dataclass
@@ -31,10 +90,13 @@ class ProgressStages:
 
     Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless
     ``quiet``. A stage without ``total`` has an unknown length and is only shown on a terminal.
+    ``estimates`` are the seconds of stages by name, as far as they are known before.
     """
 
     progress: Progress | None = None
     quiet: bool = False
+    estimates: dict[str, float] = field(default_factory=dict)
+    _open: list[_StageBar] = field(default_factory=list)
 
     @contextmanager
     def __call__(
@@ -44,23 +106,24 @@ class ProgressStages:
         finished. Its value is a function, to be called with the number of units finished since its
         last call.
         """
-        terminal = sys.stderr.isatty()
-        seconds = 0.1 if terminal else _LINE_SECONDS
-        bar = (tqdm if terminal else _LineProgress)(
+        stderr = getattr(sys.stderr, "terminal", sys.stderr)
+        terminal = stderr.isatty()
+        amount = f"{{n_fmt}}/{{total_fmt}} {'byte' if unit == 'B' else unit}s |{{bar}}| "
+        bar = (_StageBar if terminal else _StageLines)(
             desc=name,
             total=total,
             initial=done,
-            unit=unit,
             unit_scale=unit == "B",
-            bar_format=None if total else "{desc}",
-            mininterval=seconds,
+            bar_format=f"{{desc}} {amount * bool(total)}{{elapsed}}{{left}}",
+            mininterval=0.1 if terminal else float("inf"),
             miniters=1,
-            delay=0 if terminal else seconds,
-            smoothing=0,
+            delay=0 if terminal else 1e-9,
             leave=False,
             dynamic_ncols=True,
+            file=stderr,
             disable=self.quiet or self.progress is not None or not (terminal or total),
         )
+        bar.estimate = self.estimates.get(name, 0.0)
 
         def advance(amount: int) -> None:
             nonlocal done
@@ -69,9 +132,35 @@ class ProgressStages:
             if self.progress is not None and total:
                 self.progress(name, done, total)
 
-        with bar:
+        with bar, nullcontext() if bar.disable else self._keep_moving(bar, stderr):
             advance(0)
             yield advance
+
+    @contextmanager
+    def _keep_moving(self, bar: _StageBar, stderr: Any) -> Iterator[None]:
+        """A context manager in which ``bar`` is drawn again and again, and stops the clock of the
+        stage that it is within.
+        """
+        ended = threading.Event()
+        terminal = stderr.isatty()
+
+        def draw() -> None:
+            while not ended.wait(_BAR_SECONDS if terminal else _LINE_SECONDS):
+                bar.refresh()
+
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        self._open.append(bar)
+        try:
+            with redirect_stderr(_LinesAboveBars(stderr)) if terminal else nullcontext():
+                yield
+        finally:
+            ended.set()
+            thread.join()
+            self._open.remove(bar)
+            # Bytes are written while layers are converted.
+            if self._open and not self._open[-1].unit_scale:
+                self._open[-1].paused += bar.format_dict["elapsed"]
 
     def iterate_over(
         self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0

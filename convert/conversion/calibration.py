@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -29,7 +30,6 @@ from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import hide_progress_bars
 from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -152,7 +152,6 @@ def _write_sequences(
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
     dtype = choose_autocast_dtype(plan.checkpoint, device, request.precision) or torch.float32
-    hide_progress_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
     with stages(
         "text", count * (request.calibration_length - len(turns.start)), "token"
@@ -166,10 +165,12 @@ def _write_sequences(
 
 
 @torch.no_grad()
-def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
+def measure_checkpoint(
+    folder: Path, calibration: Calibration, stages: ProgressStages
+) -> DriftReport:
     """Measure the converted checkpoint in ``folder`` against the source on held-out text: KL
     divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
-    position.
+    position. The stage ``measure`` counts the layers of each comparison.
 
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
@@ -177,20 +178,25 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
     source = calibration.source
     tokens = calibration.tokens
     length = tokens.held_out.shape[1]
-    with closing(open_checkpoint(folder)) as checkpoint:
+    passes = 4 if len(tokens.long) else 2  # the models, the rounding floor; each on long sequences
+    with (
+        closing(open_checkpoint(folder)) as checkpoint,
+        stages("measure", passes * source.layers, "layer") as advance,
+    ):
+        progress = partial(advance, 1)
         student = CheckpointStream(
             checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
         )
         measured = compare_models(
-            source, student, tokens.held_out, choose_chunk_size(source.device, length)
+            source, student, tokens.held_out, choose_chunk_size(source.device, length), progress
         )
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
-        report = make_drift_report(measured, source, student, tokens.held_out)
+        report = make_drift_report(measured, source, student, tokens.held_out, progress=progress)
         if not len(tokens.long):
             return report
         try:
-            expected = run_all_layers(source, tokens.long)
-            actual = run_all_layers(student, tokens.long)
+            expected = run_all_layers(source, tokens.long, progress)
+            actual = run_all_layers(student, tokens.long, progress)
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import output
-from kvfold.convert.conversion.journal import Journal
+from kvfold.convert.conversion.journal import Journal, count_finished_layers
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
 from kvfold.convert.conversion.results import Conversion
@@ -32,10 +32,11 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
     OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of
     a stage, possibly from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at
-    the same time ``write`` (bytes), and ``polish`` (steps). Without ``progress``, bars appear on
-    stderr. If torch.distributed is initialized, its processes share the work and each must call
-    this function; only the first returns the record, the others an empty one. Raises InputError if
-    the request or the checkpoint is invalid; nothing is written then.
+    the same time ``write`` (bytes), ``teacher`` (layers), ``polish`` (steps), and ``measure``
+    (layers). Without ``progress``, bars appear on stderr. If torch.distributed is initialized, its
+    processes share the work and each must call this function; only the first returns the record,
+    the others an empty one. Raises InputError if the request or the checkpoint is invalid; nothing
+    is written then.
 
     >>> options = {"to": "mqa", "method": "mean", "quiet": True}
     >>> convert_checkpoint(ConvertRequest(demo_folder(), folder / "mqa", **options)).attention
@@ -63,10 +64,12 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             calibration = None
             notes: dict[str, Any] = {}
             if request.calibrated:
-                from kvfold.convert.conversion.calibration import load_source_and_text
-
                 with stages("reading the text and the model"):
+                    from kvfold.convert.conversion.calibration import load_source_and_text
+                    from kvfold.convert.conversion.estimate import announce_stages
+
                     calibration = load_source_and_text(plan, folder, stages)
+                announce_stages(plan, calibration, count_finished_layers(folder), stages)
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
 

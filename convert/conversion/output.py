@@ -162,8 +162,7 @@ def complete_output(
     if calibration is not None:
         from kvfold.convert.conversion.calibration import make_record_entries, measure_checkpoint
 
-        with stages("measuring"):
-            drift = measure_checkpoint(folder, calibration)
+        drift = measure_checkpoint(folder, calibration, stages)
         entries = make_record_entries(calibration, notes, drift)
     record = make_record(plan, entries)
     write_small_file(folder / "README.md", render_model_card(plan, record, drift))

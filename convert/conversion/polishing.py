@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import sync_path
@@ -37,8 +36,7 @@ def polish_checkpoint(
     tokens = calibration.tokens
     steps = count_polish_steps(request.polish, request.calibration_length)
     with closing(open_checkpoint(folder)) as written, ExitStack() as stack:
-        with stages("running the teacher over held-out text"):
-            held_out = compute_teacher_states(source, tokens.held_out)
+        held_out = compute_teacher_states(source, tokens.held_out, stages)
         constant = has_constant_channel(written)
         student = build_student(plan, calibration)
         tensors = {
@@ -54,7 +52,7 @@ def polish_checkpoint(
                 for index in range(plan.geometry.layers)
             ],
             tensors,
-            TrainingText(source, tokens.training_sequences),
+            TrainingText(source, tokens.training_sequences, stages),
             held_out,
             steps,
             constant=constant,
@@ -70,11 +68,8 @@ def polish_checkpoint(
                     tokens_seen = done * count_step_tokens(request.calibration_length)
                     result.curve.append({"tokens": tokens_seen, **task.figures})
                     if not request.quiet:
-                        tqdm.write(
-                            f"polished {done}/{steps} steps: KL {task.figures['kl']:.5f} nats per"
-                            " held-out token",
-                            sys.stderr,
-                        )
+                        kl = f"KL {task.figures['kl']:.5f} nats per held-out token"
+                        print(f"polished {done}/{steps} steps: {kl}", file=sys.stderr)
         if constant:
             check_constant_channel(result.tensors, written)
     if result.tensors:

@@ -31,16 +31,16 @@ from kvfold.convert.walk.walk import embed_tokens, gather_statistics
 _TRIAL_STEPS = 20
 # Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is
 # fitted to all tokens.
-_SURVEYED = 4096
+SURVEYED = 4096
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED_FACTOR = 1.05
 # The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that
 # are tried with refinement, the best as fitted; layers that a trial converts, of a model with more;
 # held-out tokens, and calibration tokens for refinement.
-_FINALISTS = 4
-_TRIAL_LAYERS = 4
-_TRIAL_HELD_OUT = 2048
-_TRIAL_CALIBRATION = 8192
+FINALISTS = 4
+TRIAL_LAYERS = 4
+TRIAL_HELD_OUT = 2048
+TRIAL_CALIBRATION = 8192
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ def survey_layers(
     splits follow.
     """
     source = calibration.source
-    count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.calibration_length))
+    count = max(processes.world_size(), math.ceil(SURVEYED / plan.request.calibration_length))
     states = embed_tokens(
         source, processes.select_process_share(calibration.tokens.calibration[:count])
     )
     surveys = []
     probes = {}
-    number = min(source.layers, _TRIAL_LAYERS)
+    number = min(source.layers, TRIAL_LAYERS)
     probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
     for index in stages.iterate_over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
@@ -192,8 +192,8 @@ def choose_cache_split(
         # Refined are the best few, and the splits that more engines serve than the best.
         ranked = sorted(trials, key=SplitTrial.sort_key)
         served = ranked[0].count_engines()
-        more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
-        finalists = [*ranked[:_FINALISTS], *more]
+        more = [trial for trial in ranked[FINALISTS:] if trial.count_engines() > served]
+        finalists = [*ranked[:FINALISTS], *more]
         for trial in stages.iterate_over("finals", finalists, len(finalists), "split"):
             trial.refined_kl = measure_kl_of_split(trial.plan, calibration, survey, _TRIAL_STEPS)
     return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
@@ -220,8 +220,8 @@ def measure_kl_of_split(
     length = tokens.calibration.shape[1]
     tokens = replace(
         tokens,
-        calibration=tokens.calibration[: max(1, _TRIAL_CALIBRATION // length)],
-        held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
+        calibration=tokens.calibration[: max(1, TRIAL_CALIBRATION // length)],
+        held_out=tokens.held_out[: max(1, TRIAL_HELD_OUT // length)],
     )
     walk = open_walk(plan, replace(calibration, tokens=tokens), refine, plan.geometry.layers)
     for walk_layer in walk:

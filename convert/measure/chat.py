@@ -19,9 +19,9 @@ from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError, escape_text
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import hide_progress_bars
 from kvfold.convert.text.corpus import render_chat
 from kvfold.convert.text.tokenizer import load_tokenizer
 
@@ -131,9 +131,11 @@ def format_columns(texts: Sequence[str], width: int) -> str:
 
 def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     """Print the model's answer to every line of ``prompts``, until its end or Ctrl-C."""
-    hide_progress_bars(False)
     names = [request.model, *filter(None, [request.against])]
-    speakers = [load_chat_model(name, request) for name in names]
+    speakers = []
+    for name in names:
+        with ProgressStages()(f"reading {name}"):
+            speakers.append(load_chat_model(name, request))
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     answered = f"answered in full (--max-new-tokens {request.max_new_tokens})"

@@ -32,7 +32,7 @@ from kvfold.convert.measure.chat import generate_reply, load_whole_model
 from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import EvalRequest
-from kvfold.convert.stream.stock import hide_progress_bars, load_config, use_blockwise_attention
+from kvfold.convert.stream.stock import load_config, use_blockwise_attention
 from kvfold.convert.text.corpus import open_corpus, render_chat
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,
@@ -124,7 +124,8 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     of prompts (of which there are 48), ``limit`` the number per task of lm-evaluation-harness.
     Words are hidden in ``text``, which the losses are also measured on; the default is held-out
     text that ships with kvfold. ``progress`` works as in `convert_checkpoint`, for each model with
-    the stages ``retrieval`` (documents, for each length) and ``replies`` (documents).
+    the stages ``retrieval`` (documents, for each length), ``loss`` (documents) and ``replies``
+    (prompts).
     Raises InputError for an invalid request or checkpoint.
 
     >>> request = EvalRequest(demo_folder(), demo_folder(), lengths=[256], samples=2)
@@ -143,7 +144,6 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     with closing(open_checkpoint(request.model)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
         documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
-    hide_progress_bars(request.quiet)
     stages = ProgressStages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
@@ -271,17 +271,18 @@ def evaluate_model(
     stages: ProgressStages,
 ) -> ModelResults:
     """The results of the model in ``folder`` on all inputs, loaded for this call alone."""
-    with closing(open_checkpoint(folder)) as checkpoint:
+    with stages(f"reading {folder}"), closing(open_checkpoint(folder)) as checkpoint:
         model = load_whole_model(checkpoint, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}
     for length, questions in documents.questions.items():
         counted = stages.iterate_over("retrieval", questions, len(questions), "document")
         scores["needle", f"{length} tokens"] = answer_questions(model, counted)
-    losses = compute_token_losses(model, documents.windows)
+    windows = stages.iterate_over("loss", documents.windows, len(documents.windows), "document")
+    losses = compute_token_losses(model, windows)
     for start, end in split_positions(documents.windows.shape[1]):
         scores["loss", f"tokens {start} to {end}"] = losses[:, start - 1 : end - 1].mean(1)
-    prompts = stages.iterate_over("replies", documents.prompts, len(documents.prompts), "reply")
+    prompts = stages.iterate_over("replies", documents.prompts, len(documents.prompts), "prompt")
     replies = [generate_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
     probabilities = torch.empty(0)
     if replies:

@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from kvfold.attention.drift.compare import DriftMeasurement
 from kvfold.attention.drift.metrics import (
     METRICS,
@@ -289,7 +287,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             for row in _fit_and_measure_targets(group, calibration, stages):
                 rows[row.target] = row
                 if not request.quiet:
-                    tqdm.write(f"{row.kind}: {format_metrics(row.measured)}", file=sys.stderr)
+                    print(f"{row.kind}: {format_metrics(row.measured)}", file=sys.stderr)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
         tokens = calibration.tokens

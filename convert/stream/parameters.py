@@ -38,6 +38,7 @@ from kvfold.convert.stream.stock import (
     choose_auto_class,
     describe_error,
     errors_as_input_errors,
+    hide_progress_bars,
 )
 
 
@@ -198,7 +199,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
     if checkpoint.config.get("attn_logit_softcapping"):
         # Below 5.23 gemma2's default, torch's fused attention, leaves it out without a word.
         options["attn_implementation"] = "eager"
-    with errors_as_input_errors(checkpoint.origin):
+    with errors_as_input_errors(checkpoint.origin), hide_progress_bars():
         loaded = classes.from_pretrained(checkpoint.folder, **options)
         # Some values of a config, such as more experts per token than there are, show only when it
         # runs. Under FSDP, only the first process has weights.

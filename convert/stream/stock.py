@@ -1,6 +1,5 @@
 """Build stock transformers models: without weights on the meta device, or loaded completely."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,7 +9,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
@@ -180,7 +179,13 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         ).get_text_config()
 
 
-def hide_progress_bars(quiet: bool) -> None:
-    """Disable transformers' progress bars if ``quiet`` is True or stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
-        disable_progress_bar()
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """A context manager in which transformers shows no progress bars of its own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

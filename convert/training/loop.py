@@ -139,8 +139,8 @@ class TrainingResult:
 def train(
     task: TrainingTask, batches: Iterator[list[int]], every: int, saved: Path | None = None
 ) -> Iterator[TrainingResult]:
-    """Train ``task`` until its learning rate is 0. Yields the result so far before training, after
-    each round of ``every`` steps and after the last step.
+    """Train ``task`` until its learning rate is 0. Yields the result so far before training and
+    after each step; the errors are measured after every ``every`` steps and the last one.
 
     The training state is written to the file ``saved`` after the first and the last round, and
     between them as often as writing takes a small part of the time; if that file already exists,
@@ -172,6 +172,7 @@ def train(
         result.steps += 1
         rate = task.learning_rate(result.steps, result.errors)
         if result.steps % every and rate > 0:
+            yield result
             continue
         error = task.measure_error()
         if error < min(result.errors):

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from kvfold.attention.drift.compare import sum_prediction_drift
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, choose_batch_size
 from kvfold.convert.training.loop import TrainingTask, draw_batches, sum_kl
@@ -53,13 +55,19 @@ class TeacherText(NamedTuple):
 
 @torch.no_grad()
 def compute_teacher_states(
-    teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None = None
+    teacher: CheckpointStream,
+    tokens: Tensor,
+    stages: ProgressStages,
+    autocast: torch.dtype | None = None,
 ) -> TeacherText:
-    """Return ``tokens [N, T]`` with the residual streams of ``teacher`` after its last layer.
-    Matrix products have the dtype ``autocast``; None means float32.
+    """Return ``tokens [N, T]`` with the residual streams of ``teacher`` after its last layer, in a
+    stage ``teacher``. Matrix products have the dtype ``autocast``; None means float32.
     """
-    with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
-        states = run_all_layers(teacher, tokens)
+    with (
+        torch.autocast(teacher.device.type, autocast, enabled=autocast is not None),
+        stages("teacher", teacher.layers, "layer") as advance,
+    ):
+        states = run_all_layers(teacher, tokens, partial(advance, 1))
     return TeacherText(
         tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states])
     )
@@ -73,8 +81,9 @@ class TrainingText:
     the text. Each of several processes takes its share of every batch.
     """
 
-    def __init__(self, teacher: CheckpointStream, tokens: Tensor) -> None:
+    def __init__(self, teacher: CheckpointStream, tokens: Tensor, stages: ProgressStages) -> None:
         self.tokens = tokens
+        self._stages = stages
         self._teacher = teacher
         self._block: list[int] = []
         self._states: Tensor | None = None
@@ -98,8 +107,9 @@ class TrainingText:
         """
         if self._states is None:
             tokens = self.tokens[self._block].long()
+            teacher = self._teacher
             self._states = compute_teacher_states(
-                self._teacher, tokens, self._teacher.autocast
+                teacher, tokens, self._stages, teacher.autocast
             ).states
         rows = [bisect_left(self._block, index) for index in indices]
         return TeacherText(self.tokens[indices].long(), self._states[rows])

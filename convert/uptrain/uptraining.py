@@ -52,7 +52,7 @@ from kvfold.convert.processes import (
     run_on_rank0,
     world_size,
 )
-from kvfold.convert.stream.stock import hide_progress_bars, load_config
+from kvfold.convert.stream.stock import load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
@@ -146,7 +146,6 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     on_cpu = device.type == "cpu"
     request = request.with_batch_tokens(BATCH_TOKENS * world_size() if on_cpu else FULL_BATCH)
     precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
-    hide_progress_bars(request.quiet)
     # From here on the processes are connected.
     arguments = make_training_arguments(request, config.hidden_size, precision)
     checkpoint = broadcast_from_rank0(lambda: prepare_training_folder(request, source))

@@ -39,7 +39,7 @@ Memory holds one layer of each model, and the hidden states. The student runs th
 sequences only if a fit or refinement needs them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -383,14 +383,17 @@ def run_layer(
 
 
 @torch.no_grad()
-def run_all_layers(stream: CheckpointStream, tokens: Tensor) -> HiddenStates:
+def run_all_layers(
+    stream: CheckpointStream, tokens: Tensor, progress: Callable[[], None] = lambda: None
+) -> HiddenStates:
     """Return the residual streams after the last layer for ``tokens [N, T]``, in chunks; one layer
-    is in memory at a time.
+    is in memory at a time. Calls ``progress()`` after each layer.
     """
     states = embed_tokens(stream, tokens)
     for index in range(stream.layers):
         with stream.open_layer(index) as layer:
             run_layer(stream, layer, states, None)
+        progress()
     return states
 
 

@@ -144,6 +144,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
         "splits",
         "write",
         "convert",
+        "measure",
     ]
     assert [step[1:] for step in steps if step[0] == "splits"] == [(done, 3) for done in range(4)]
 
@@ -151,7 +152,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
 @pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_reader, monkeypatch):
     monkeypatch.setattr(splits, "_TRIAL_STEPS", 2)
-    monkeypatch.setattr(splits, "_FINALISTS", 2)
+    monkeypatch.setattr(splits, "FINALISTS", 2)
     done = convert(tmp_path / "refined", model=tiny_reader, to="mla", budget=8, refine=1, **LITTLE)
     refined = done.record["splits"]
     assert [each["kl"] for each in refined] == [each["kl"] for each in split[0]["splits"]]

@@ -33,7 +33,7 @@ class FixedText(TrainingText):
     """Training text with given residual streams of a teacher."""
 
     def __init__(self, tokens, states):
-        super().__init__(None, tokens)
+        super().__init__(None, tokens, None)
         self.states = states
 
     def read(self, indices):
@@ -79,7 +79,7 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     computed = []
     states = torch.randn(8, 3, 2)
 
-    def compute_teacher_states(teacher, tokens, autocast):
+    def compute_teacher_states(teacher, tokens, stages, autocast):
         rows = (tokens[:, 0] // 3).tolist()
         computed.append(rows)
         return TeacherText(tokens, states[rows])
@@ -88,7 +88,7 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
     monkeypatch.setattr(module, "BLOCK_STEPS", 2)
     monkeypatch.setattr(module, "compute_teacher_states", compute_teacher_states)
     monkeypatch.setattr(module, "draw_batches", lambda *_: order)
-    text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3))
+    text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3), None)
     for batch in islice(text.draw_batches(5, seed=0), 2, None):  # a resumed run skips steps
         tokens, found = text.read_sequences(batch)
         assert torch.equal(tokens, text.tokens[batch])
