@@ -60,6 +60,9 @@ class _StageLines(_StageBar):
         """A function that prints a status as a line of its own."""
         return lambda text: print(text, file=file, flush=True) if text.strip() else None
 
+    def moveto(self, n: int) -> None:
+        """Write none of the codes that move the cursor to the line of a bar."""
+
 
 class _LinesAboveBars:
     """A terminal's stderr while it shows bars: lines that others print appear above them."""

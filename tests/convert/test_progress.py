@@ -10,12 +10,18 @@ from kvfold.convert import progress
 
 def test_without_a_terminal_a_line_gives_the_stage_and_the_time_left(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.05)
-    with progress.ProgressStages()("convert", 32, "layer", 5) as advance:
+    stages = progress.ProgressStages()
+    with stages("convert", 32, "layer", 5) as advance:
         advance(1)
         advance(1)
         time.sleep(0.2)
-    lines = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"convert 7/32 layers \|.*\| 00:00, about \d+ s left", lines[0])
+        with stages("teacher", 1, "layer"):
+            pass
+    shown = capsys.readouterr().err
+    assert re.fullmatch(
+        r"convert 7/32 layers \|.*\| 00:00, about \d+ s left", shown.splitlines()[0]
+    )
+    assert "\x1b" not in shown
 
 
 def open_terminal(monkeypatch):
