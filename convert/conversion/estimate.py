@@ -9,7 +9,6 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import convert_layer, open_walk
 from kvfold.convert.conversion.plan import Plan, list_mla_specs
-from kvfold.convert.conversion.results import format_block
 from kvfold.convert.conversion.splits import (
     FINALISTS,
     SURVEYED,
@@ -18,7 +17,7 @@ from kvfold.convert.conversion.splits import (
     TRIAL_LAYERS,
     choose_rotary_slots,
 )
-from kvfold.convert.formatting import format_duration
+from kvfold.convert.formatting import format_duration, format_labeled_rows
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.training.budget import (
     POLISH_ROUND,
@@ -50,7 +49,7 @@ def announce_stages(
     times = [f"{name} {format_duration(time)}" for name, time in stages.estimates.items() if time]
     total = format_duration(sum(stages.estimates.values()))
     line = f"{', '.join(times)}: about {total} in all, by a trial of the first layer"
-    print(format_block([("stages", line)]), file=sys.stderr)
+    print(format_labeled_rows([("stages", line)]), file=sys.stderr)
 
 
 def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict[str, float]:
@@ -71,9 +70,9 @@ def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict
     times.append(time.monotonic())
     tensors, _ = convert_layer(trial, step, 0)
     times.append(time.monotonic())
-    step.advance(tensors)
+    step.advance_student(tensors)
     times.append(time.monotonic())
-    source.logits(step.held_out[0][:1])
+    source.compute_logits(step.held_out[0][:1])
     times.append(time.monotonic())
     run, fit, student, head = (end - start for start, end in pairwise(times))
     # Seconds per token from here on: of a layer, and of the output head.

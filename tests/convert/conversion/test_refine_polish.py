@@ -1,5 +1,7 @@
 """``--refine`` and ``--polish`` end to end."""
 
+import re
+
 import pytest
 import torch
 from helpers import checkpoints
@@ -77,7 +79,10 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     monkeypatch.setattr(training, "_RATE", 1000.0)
     record = convert(tmp_path / "polished", tiny_reader, **MQA, polish=2, quiet=False)
     assert record["polish"]["kept"] == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
+    shown = capsys.readouterr().err.splitlines()
+    estimate = next(line for line in shown if line.startswith("stages"))
+    assert re.search(r"convert \d+ s, polish \d+ s, measure \d+ s: about \d+ s in all", estimate)
+    lines = [line for line in shown if line.startswith("polished")]
     assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]
     convert(tmp_path / "plain", tiny_reader, **MQA)
     polished = tensors(tmp_path / "polished")
