@@ -34,7 +34,7 @@ def match_stored_tensors(
     renamed = dict(_list_other_names(model, stored)) if stored else {}
     matched: dict[str, Any] = {}
     for name, info in stored.items():
-        names = renamed.get(name, (name,))
+        names = (name,) if name in model.tensors else renamed.get(name, (name,))
         if len(names) == 1:
             matched[names[0]] = info
             continue
@@ -64,16 +64,25 @@ def _list_other_names(
         # transformers 5 calls every head lm_head unless it is told to keep the original format
         for name in (head.name, "lm_head.weight"):
             yield name, embedding if tied else (head.name,)
-    # and saves all experts together
-    for layer in model.layers:
-        if ("expert_gate", layer.index) in names:
-            root = model.family.attention.module.partition("{layer}")[0]
-            mlp = f"{root}{layer.index}.mlp"
-            gates = names["expert_gate", layer.index]
-            pairs = zip(gates, names["expert_up", layer.index], strict=True)
-            yield f"{mlp}.gate.weight", names["router", layer.index]
-            yield f"{mlp}.experts.gate_up_proj", tuple(name for pair in pairs for name in pair)
-            yield f"{mlp}.experts.down_proj", names["expert_down", layer.index]
+    # and saves all experts of a layer together
+    root = model.family.attention.module.partition("{layer}")[0]
+    for layer in range(model.geometry.layers):
+        pairs = zip(
+            names.get(("expert_gate", layer), ()), names.get(("expert_up", layer), ()), strict=True
+        )
+        gates_and_ups = tuple(name for pair in pairs for name in pair)
+        router = names.get(("router", layer), ())
+        parts = {
+            "gate.weight": router,
+            "router.weight": router,
+            "experts.gate_up_proj": gates_and_ups or names.get(("experts_gate_up", layer)),
+            "experts.down_proj": names.get(("expert_down", layer))
+            or names.get(("experts_down", layer)),
+        }
+        for suffix, targets in parts.items():
+            if targets:
+                yield f"{root}{layer}.mlp.{suffix}", targets
+                yield f"{root}{layer}.block_sparse_moe.{suffix}", targets
 
 
 def list_unused_tensors(model: Model, names: Iterable[str]) -> list[str]:

@@ -216,7 +216,9 @@ def test_the_shards_that_the_index_names_are_fetched(
         checkpoint = open_checkpoint("team/tiny")
         return [checkpoint.compute_model_digest(), list_extra_files(checkpoint.folder)]
 
+    headers = ask(lambda: describe(open_checkpoint_headers))
     assert ask(read) == expected
+    assert headers == ask(lambda: describe(open_checkpoint))
     assert "consolidated.safetensors" not in {name for _, name, _ in hub.served}
     assert ask(read, HF_HUB_OFFLINE="1") == expected
 

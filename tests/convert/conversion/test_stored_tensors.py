@@ -64,9 +64,12 @@ def test_a_tied_head_in_place_of_the_embedding(tiny_family, tmp_path, family):
     assert torch.equal(*[stream.compute_logits(stream.embed(tokens)) for stream in streams])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "phimoe", "granitemoe", "glm4_moe"]
+)
 def test_experts_in_one_tensor_as_transformers_saves_them(tiny_family, tmp_path, family):
-    source = tiny_family(family, sliding_window=None, use_sliding_window=False)
+    changes = {"sliding_window": None} if family == "mixtral" else {}
+    source = tiny_family(family, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in tensors(tmp_path / "fused"))
