@@ -161,10 +161,11 @@ def check_memory(plan: Plan) -> None:
     }
     for option, needed in estimate_memory_and_disk(plan).by_option.items():
         if _BASE_WITH_TEXT + needed > free_memory:
-            cause, alternative = causes[option]
+            option_and_need, alternative = causes[option]
             raise InputError(
-                f"{cause}: about {format_bytes(needed)}, but only {format_bytes(free_memory)} are"
-                f" free; use a machine with more memory, or {alternative}",
+                f"{option_and_need}: about {format_bytes(needed)}, but only"
+                f" {format_bytes(free_memory)} are free; use a machine with more memory,"
+                f" or {alternative}",
                 field=option,
             )
 

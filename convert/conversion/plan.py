@@ -108,15 +108,15 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     tensors do not match config.json or the target is not possible.
     """
     model, checkpoint = match_model(checkpoint)
-    wrong = [
+    non_float_tensors = [
         f"{name} is {checkpoint.tensors[name].dtype}"
         for name in model.tensors  # buffers beside weights and biases may hold whole numbers
         if checkpoint.tensors[name].dtype not in FLOAT_DTYPES
     ]
-    if wrong:
+    if non_float_tensors:
         raise InputError(
-            f"{checkpoint.origin}: weights must be floats, but {list_some(wrong)}; use a checkpoint"
-            " whose weights are not quantized"
+            f"{checkpoint.origin}: weights must be floats, but {list_some(non_float_tensors)};"
+            " use a checkpoint whose weights are not quantized"
         )
     model.check_config_values()
     request = request.resolve_auto_length(model.geometry.positions)

@@ -132,8 +132,8 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
 
 
 def describe_folded_model(model: Model, kv_heads: int | None = None) -> ServedModel:
-    """Return the properties by which engines can serve a conversion of ``model``
-    to ``kv_heads`` key/value heads or, without ``kv_heads``, ``model`` as it is.
+    """Return the properties that decide which engines can serve ``model`` once it is
+    converted to ``kv_heads`` key/value heads; without ``kv_heads``, as it is.
     """
     size = model.geometry
     return ServedModel(
@@ -150,8 +150,8 @@ def describe_folded_model(model: Model, kv_heads: int | None = None) -> ServedMo
 
 
 def describe_mla_model(model: Model, spec: MlaSpec) -> ServedModel:
-    """Return the properties by which engines can serve a conversion of ``model`` to MLA with the
-    sizes ``spec``.
+    """Return the properties that decide which engines can serve ``model`` once it is converted to
+    MLA with the sizes ``spec``.
     """
     size = model.geometry
     nope, value = spec.choose_head_dims(size.head_dim)
@@ -170,8 +170,8 @@ def describe_mla_model(model: Model, spec: MlaSpec) -> ServedModel:
 
 
 def describe_mla_config(config: Mapping[str, Any]) -> ServedModel:
-    """Return the properties by which engines can serve an existing MLA model, or a multimodal
-    wrapper around one, from its ``config.json``.
+    """Return the properties that decide which engines can serve an existing MLA model, or a
+    multimodal wrapper around one, from its ``config.json``.
     """
     model_type = config["model_type"]
     if model_type in WRAPPERS:

@@ -108,8 +108,8 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def backward(self, batch: list[int]) -> None:
-        """Add to the masters the gradients of the loss on this process's share of the training
-        sequences ``batch``.
+        """Add to the master weights the gradients of the loss on this process's share of the
+        training sequences ``batch``.
         """
 
     @abstractmethod

@@ -177,8 +177,8 @@ class PolishTask(TrainingTask):
         return peak * compute_plateau_factor(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
-        """Add to the masters the gradients of the KL from the teacher on this process's share of
-        ``batch``.
+        """Add to the master weights the gradients of the KL from the teacher on this process's
+        share of ``batch``.
         """
         if own := processes.select_process_share(batch):
             tokens, states = self.text.read_sequences(own)

@@ -177,7 +177,7 @@ class RefineTask(TrainingTask):
         )
 
     def backward(self, batch: list[int]) -> None:
-        """Add to the masters the gradients of the squared error on this process's share of
+        """Add to the master weights the gradients of the squared error on this process's share of
         ``batch``.
         """
         training = self._training

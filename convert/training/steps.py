@@ -49,8 +49,8 @@ def scale_adam_steps(
     slices: ConstantSlices,
     channels: ChannelScales,
 ) -> None:
-    """Make the steps of a new ``optimizer`` relative to its tensors: their sizes in ``sizes``
-    multiply the learning rate, by names in ``named``.
+    """Make the steps of a new ``optimizer`` relative to the tensors ``named``: the size of each in
+    ``sizes``, by name, multiplies its learning rate.
 
     Each tensor gets its own parameter group, which records its ``size``; weight decay still uses
     the learning rate before scaling. Steps of ``slices`` of the constant channel are multiplied by

@@ -80,7 +80,7 @@ def compute_rotary_moments(distances: DistanceMixture, speed: Tensor) -> Tensor:
     angles.
     """
     # Pass speeds to the cached function as a tuple: tensors hash by identity.
-    common = _compute_shared_moment(
+    common = _compute_moment_shared_by_heads(
         distances.reach, distances.tail, distances.flat, tuple(speed.double().tolist())
     )
     speed, common = (each.to(distances.profile.device) for each in (speed.double(), common))
@@ -99,7 +99,7 @@ def average_rotation_factors(distances: DistanceMixture, theta: Tensor) -> Tenso
 
 
 @lru_cache(maxsize=16)
-def _compute_shared_moment(
+def _compute_moment_shared_by_heads(
     reach: int, tail: float, flat: float, speed: tuple[float, ...]
 ) -> Tensor:
     """Return the part of the average rotations that all heads share, ``[n, n]``: that of the
