@@ -11,7 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import MISSING
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,10 @@ from kvfold.convert.signals import interrupt_on_signals
 REPORT = "report.html"
 STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
 Decorator = Callable[[Any], Any]
+# What a terminal obeys or cannot show: controls, marks of writing direction, halves of surrogates
+_CODES = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_CODES |= {*range(0xD800, 0xE000)}
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in _CODES - {*map(ord, "\t\n")}}
 
 
 def add_request_options(
@@ -115,6 +119,25 @@ def add_report_option(content: str) -> Decorator:
     )
 
 
+class _EscapedStream:
+    """A text stream that writes the control codes in texts as Python escapes. Names and values from
+    files may contain some; a terminal would obey them.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text``; codes at its beginning by which progress bars move the cursor stay."""
+        body = text.lstrip("\r\n\x1b[A")
+        self.stream.write(text[: len(text) - len(body)] + body.translate(_CONTROLS))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes of the stream itself."""
+        return getattr(self.stream, name)
+
+
 class _EscapedLogRecord(logging.LogRecord):
     """A log record of a library whose message has no control codes for the terminal; names and
     values from files may contain some.
@@ -143,11 +166,26 @@ def run_command(
     # folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     logging.setLogRecordFactory(_EscapedLogRecord)
+    with (
+        redirect_stdout(_EscapedStream(sys.stdout or open(os.devnull, "w"))),
+        redirect_stderr(_EscapedStream(sys.stderr or open(os.devnull, "w"))),
+    ):
+        status = _run_and_print_error(command, name, arguments)
+    raise SystemExit(status)
+
+
+def _run_and_print_error(command: click.Command, name: str, arguments: Sequence[str] | None) -> int:
+    """Run a click command, print the error that it ends in, and return the exit status."""
     left_behind = ""
     message: str | None = None
     status: int | None = None  # None: interrupted
     with suppress(KeyboardInterrupt), interrupt_on_signals():
         try:
+            # A standard stream that is closed must not become the number of an output file, into
+            # which libraries would then print.
+            while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+                pass
+            os.close(descriptor)
             command.main(args=arguments, prog_name=name, standalone_mode=False)
             status = 0
         except (KeyboardInterrupt, click.Abort) as error:
@@ -167,13 +205,15 @@ def run_command(
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(status)
+    return status
 
 
 def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
     """The lines to print about an error, or None to print nothing, and the exit status."""
     if isinstance(error, KvfoldError):
-        return str(error), error.exit_status
+        message, *details = str(error).split("\n")
+        message = "; ".join(filter(None, [message, _join_notes(error)]))
+        return "\n".join([message, *details]), error.exit_status
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         name = context.command_path if context else name
@@ -229,7 +269,7 @@ def _reserve_stdout() -> None:
     tokenizers.
     """
     stdout = sys.__stdout__
-    if stdout is not None and stdout is sys.stdout:
+    if stdout is not None and stdout is getattr(sys.stdout, "stream", sys.stdout):
         stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)

@@ -15,6 +15,10 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = 200
 _REPR.maxother = 200
 _LONG_WORD = re.compile(r"\S{1000,}")  # longer than paths are
+# Of a longer message, such as one with a value of many words, only the beginning and the end, which
+# has the way out, are shown. Chosen: more than any message has that shows no such value.
+_SHOWN_BEGINNING = 1200
+_SHOWN_END = 400
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
 
 
@@ -87,10 +91,13 @@ def summarize_error(error: BaseException, longest: int = 300) -> str:
 
 def escape_text(text: str) -> str:
     """``text`` in one line for messages: unprintable characters as Python escapes, and long words
-    shortened.
+    and texts shortened.
     """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if len(text) > _SHOWN_BEGINNING + _SHOWN_END:
+        text = f"{text[:_SHOWN_BEGINNING]} ... {text[-_SHOWN_END:]}"
+    return text
 
 
 def shorten_repr(value: Any) -> str:
@@ -126,7 +133,7 @@ def explain_system_error(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return f"no memory left ({text}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
-    if "PytorchStreamWriter failed writing" in str(error):
+    if re.search("PytorchStreamWriter failed writing|inline_container.*unexpected pos", str(error)):
         return f"a file cannot be written ({text}); {ADVICE[errno.ENOSPC]}"
     # Errors from safetensors and tokenizers, which are written in Rust, contain the code as text.
     code = re.search(r"\(os error (\d+)\)", str(error))

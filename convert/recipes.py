@@ -9,7 +9,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
+from kvfold.convert.errors import (
+    InputError,
+    format_option,
+    option_error,
+    suggest_name,
+    summarize_error,
+)
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import list_methods
 from kvfold.convert.options import collect_options
@@ -110,6 +116,14 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise option_error(
             "recipe", recipe, f"is not valid TOML: {summarize_error(error)}; correct the file"
         ) from error
+    for name in ("method", "objective"):
+        if ":" in str(options.get(name)):  # whoever wrote the recipe would choose what is run
+            raise option_error(
+                "recipe",
+                recipe,
+                f": {name} = {options[name]!r} would import a module; pass {format_option(name)}"
+                " MODULE:NAME on the command line, and remove it from the file",
+            )
     about = options.pop("about", {})
     specs = {name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs}
     # Options in [about] would be silently ignored.

@@ -34,20 +34,16 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 ADAPTER = "adapter_config.json"
 # The files of a tokenizer that may have its chat template
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
 # The way out of every quantization
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
 )
-# The largest numbers in a config. Twice the layers of the deepest published model, and more experts
-# than any has: both are built or listed one by one, so that a billion would take hours and all
-# memory. Widths far beyond published models: classes compute tables of rotary frequencies from them
-# when they are built.
-_LIMITS = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 1024),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 20),
-    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "rotary_dim"), 1 << 20),
-}
+# The largest numbers in a config, by the names of their keys. Twice the layers of the deepest
+# published model, and more experts and labels than any has: they are built or listed one by one, so
+# that a billion would take hours and all memory. Widths and positions far beyond published models:
+# classes compute tables from them when they are built.
+_LARGEST_NUMBERS: dict[str, int] = _FILES["largest_numbers"]
 _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
 # Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
@@ -55,6 +51,8 @@ _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices 
 STEP = 4 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+# transformers looks a dtype up among all names of torch, which also has classes and functions
+_DTYPE_NAME = re.compile(r"(torch\.)?(auto|half|double|b?float(\d+(_e\d+m\d+\w*)?)?)")
 
 
 # Safe reading
@@ -189,7 +187,7 @@ def parse_json_object(path: Path, data: bytes) -> dict[str, Any]:
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json`` in ``folder``. Returns its content and the SHA-256 of its bytes. Raises
-    InputError if it is missing, invalid, or has a number that is too large.
+    InputError if it is missing, invalid, or has a number that is too large or an unknown dtype.
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
@@ -201,13 +199,19 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     config = parse_json_object(path, data)
     tables = [config]
     for table in tables:
-        tables += [value for value in table.values() if isinstance(value, dict)]  # of wrappers
         for key, value in table.items():
-            limit = _LIMITS.get(key, _LARGEST_NUMBER)
+            if isinstance(value, dict) and key not in QUANTIZATION_KEYS:
+                tables.append(value)  # of wrappers
+            limits = (limit for name, limit in _LARGEST_NUMBERS.items() if re.fullmatch(name, key))
+            limit = next(limits, _LARGEST_NUMBER)
+            rule = None
             if isinstance(value, int) and "max_length" not in key and abs(value) > limit:
+                rule = f"at most {limit}"
+            if key in _DTYPE_KEYS and isinstance(value, str) and not _DTYPE_NAME.fullmatch(value):
+                rule = "a floating-point dtype of torch, such as bfloat16"
+            if rule is not None:
                 raise InputError(
-                    f"{path}: {key} is {shorten_repr(value)}, but must be at most {limit}; correct"
-                    " it"
+                    f"{path}: {key} is {shorten_repr(value)}, but must be {rule}; correct it"
                 )
     return config, hashlib.sha256(data).hexdigest()
 
@@ -258,11 +262,16 @@ def list_files(folder: Path) -> list[str]:
 def list_extra_files(folder: Path) -> list[str]:
     """Return the sorted names of the files in ``folder`` that a converted checkpoint needs besides
     its weights, such as tokenizers, chat templates and licenses. Code is not among them.
+    Raises InputError for a name that is not UTF-8, which kvfold.json could not contain.
     """
     names = [path.name for path in folder.iterdir() if not path.is_dir()]
     left = [pattern.lower() for pattern in (*NOT_PASSED_ON, "*.py")]
     needed = [name for name in names if not any(fnmatch(name.lower(), p) for p in left)]
-    return sorted([*needed, *(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))])
+    needed += [str(path.relative_to(folder)) for path in folder.glob(TEMPLATES)]
+    for name in needed:
+        if os.fsencode(name).decode(errors="replace") != name:
+            raise InputError(f"{folder}: the file name {name!r} is not UTF-8; rename the file")
+    return sorted(needed)
 
 
 def read_weight_map(folder: Path, entry: str) -> dict[str, str]:

@@ -50,12 +50,12 @@ class Calibration:
     tokens: CalibrationTokens
 
 
-def load_source_and_text(plan: Plan, scratch: Path, stages: ProgressStages) -> Calibration:
+def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStages) -> Calibration:
     """Return the source model as a stream of layers, with the calibration and held-out tokens that
     the request of ``plan`` asks for. Raises InputError without a tokenizer or enough text.
 
     With several processes, the first one loads the text for all. Text that the source model writes
-    itself is saved in ``scratch``, so that a resumed run uses the same text.
+    itself is saved in ``scratch``, if given, so that a resumed run uses the same text.
     """
     request = plan.request
 
@@ -95,7 +95,7 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: ProgressStages) -> C
     return Calibration(open_source_stream(plan, scratch), tokens)
 
 
-def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
+def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
     """Open the source model as a stream of layers in float32, on the requested device, with the
     requested autocast precision for calibration passes and training steps.
 
@@ -104,21 +104,22 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     request = plan.request
     checkpoint = plan.checkpoint
     device = choose_device(request.device)
-    saved = scratch / PRECISION
+    saved = scratch and scratch / PRECISION
 
     def choose_autocast() -> torch.dtype | None:
         """Return the dtype of matrix products in calibration and training, None for float32; it is
         measured if the request says ``auto``.
         """
-        if not saved.is_file():
-            # Float32 weights would be rounded to less than they are stored in.
-            full = request.precision == "auto" and request.dtype == "float32"
-            name = "float32" if full else request.precision
-            chosen = choose_autocast_dtype(checkpoint, device, name) or torch.float32
+        if saved is not None and saved.is_file():
+            return None if saved.read_text() == "float32" else torch.bfloat16
+        # Float32 weights would be rounded to less than they are stored in.
+        full = request.precision == "auto" and request.dtype == "float32"
+        name = "float32" if full else request.precision
+        chosen = choose_autocast_dtype(checkpoint, device, name)
+        if saved is not None:
             with replace_file(saved) as new:
-                new.write_text(format_dtype(chosen))
-        chosen = getattr(torch, saved.read_text())
-        return None if chosen == torch.float32 else chosen
+                new.write_text(format_dtype(chosen or torch.float32))
+        return chosen
 
     autocast = processes.broadcast_from_rank0(choose_autocast)
     # On a GPU too: held-out text is judged in float32.
@@ -132,13 +133,13 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
 
 
 def _write_sequences(
-    plan: Plan, tokenizer: Any, scratch: Path, stages: ProgressStages, count: int
+    plan: Plan, tokenizer: Any, scratch: Path | None, stages: ProgressStages, count: int
 ) -> Tensor:
     """Sample ``count`` sequences of tokens ``[count, T]`` from the source model as calibration
     text, and save them in ``scratch``. A resumed run loads the saved ones.
     """
     request = plan.request
-    saved = scratch / SELF_TEXT
+    saved = scratch and scratch / SELF_TEXT
     turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.calibration_length <= len(turns.start):
@@ -148,7 +149,7 @@ def _write_sequences(
             f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
             " writes; raise it",
         )
-    if saved.is_file():
+    if saved is not None and saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
     dtype = choose_autocast_dtype(plan.checkpoint, device, request.precision) or torch.float32
@@ -159,8 +160,9 @@ def _write_sequences(
         tokens = sample_sequences(
             model.to(device).eval(), turns, count, request.calibration_length, request.seed, advance
         )
-    with replace_file(saved) as new:
-        torch.save(tokens, new)
+    if saved is not None:
+        with replace_file(saved) as new:
+            torch.save(tokens, new)
     return tokens
 
 

@@ -7,6 +7,7 @@ the finished layers, which costs two forward passes, and fits the remaining ones
 does neither. Its output has the same bytes as that of an uninterrupted run.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -86,8 +87,11 @@ class Journal:
         processes.all_gather(None)
         self._notes.append(dict(notes))
         if processes.is_rank0():
+            state = fingerprint_files([self.folder / PRECISION, self.folder / SELF_TEXT])
+            content = {"run": self._settings, "layers": self._notes, "state": state}
+            text = json.dumps(content)
             with replace_file(self.folder / _NAME) as new:
-                write_small_file(new, json.dumps({"run": self._settings, "layers": self._notes}))
+                write_small_file(new, f"{_compute_checksum(text)}\n{text}")
                 sync_path(new)
 
     def merge_notes(self) -> dict[str, Any]:
@@ -127,6 +131,8 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     """
     journal = _read_journal(folder)
     if not journal["layers"]:
+        if (folder / _NAME).exists():
+            print(f"discarding {folder}: {_NAME} is damaged; starting over", file=sys.stderr)
         return False
     import torch
 
@@ -147,7 +153,8 @@ def can_resume(plan: Plan, folder: Path) -> bool:
                 f" {_format_setting(now, name)}; use the same to continue after its layer"
                 f" {finished_count}, or --fresh to discard it"
             )
-    files = [*before["files"], *now["files"]]
+    state = fingerprint_files([folder / PRECISION, folder / SELF_TEXT])
+    files = [*before["files"], *journal["state"], *now["files"], *state]
     changed = {file[0]: None for file in files if files.count(file) == 1}
     changed |= {
         shard.file: None
@@ -202,12 +209,17 @@ def _format_setting(settings: Mapping[str, Any], name: str) -> str:
 
 def _read_journal(folder: Path) -> dict[str, Any]:
     """Return the content of the journal file in ``folder``: a run's settings under ``run``, its
-    layers' notes under ``layers``, which is empty if the file is missing or damaged.
+    layers' notes under ``layers``, fingerprints of the run's other files under ``state``. There are
+    no ``layers`` if the file is missing or damaged.
     """
-    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())
-        valid = isinstance(journal["run"]["threads"], int)
-        valid = valid and isinstance(journal["run"]["files"], list)
-        if valid and all(isinstance(notes, dict) for notes in journal["layers"]):
+    with suppress(OSError, ValueError):
+        checksum, text = (folder / _NAME).read_text().split("\n", 1)
+        if checksum == _compute_checksum(text):
+            journal: dict[str, Any] = json.loads(text)
             return journal
     return {"layers": []}
+
+
+def _compute_checksum(text: str) -> str:
+    """Return the SHA-256 of a journal's ``text``, which tells a damaged one."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -51,35 +51,36 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
     It may be the folder of an interrupted run. All processes get the same folder.
     """
     request = plan.request
-    with ExitStack() as stack:
+    folder = None
+    try:
+        with ExitStack() as stack:
 
-        def create_folder() -> Path:
-            """Create the temporary folder, or find that of an interrupted run, and check that its
-            disk has enough space.
-            """
-            opened = open_output_folder(
-                request.out,
-                overwrite=request.overwrite,
-                model=plan.checkpoint.folder,
-                resume=lambda folder: can_resume(plan, folder),
-                fresh=request.fresh,
-            )
-            folder = stack.enter_context(opened)
-            check_free_space(folder, estimate_memory_and_disk(plan).disk)
-            return folder
+            def create_folder() -> Path:
+                """Create the temporary folder, or find that of an interrupted run, and check that
+                its disk has enough space.
+                """
+                opened = open_output_folder(
+                    request.out,
+                    overwrite=request.overwrite,
+                    model=plan.checkpoint.folder,
+                    resume=lambda folder: can_resume(plan, folder),
+                    fresh=request.fresh,
+                )
+                folder = stack.enter_context(opened)
+                check_free_space(folder, estimate_memory_and_disk(plan).disk)
+                return folder
 
-        folder = processes.broadcast_from_rank0(create_folder)
-        if not folder.is_dir():
-            raise InputError(
-                f"{folder}: this machine cannot see the temporary folder that the first process"
-                " created; choose an OUT on a file system that all machines share"
-            )
-        try:
+            folder = processes.broadcast_from_rank0(create_folder)
+            if not folder.is_dir():
+                raise InputError(
+                    f"{folder}: this machine cannot see the temporary folder that the first process"
+                    " created; choose an OUT on a file system that all machines share"
+                )
             yield folder
-        except BaseException as error:
-            if count := count_finished_layers(folder):
-                error.add_note(f"finished layers kept for the same request: {count}")
-            raise
+    except BaseException as error:
+        if folder is not None and (count := count_finished_layers(folder)):
+            error.add_note(f"finished layers kept for the same request: {count}, in {folder}")
+        raise
 
 
 @contextmanager

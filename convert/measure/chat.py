@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_compute_dtype, choose_device
-from kvfold.convert.errors import InputError, escape_text
+from kvfold.convert.errors import InputError
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
@@ -119,8 +119,7 @@ def format_columns(texts: Sequence[str], width: int) -> str:
     column_width = max(16, width // len(texts) - len(_SEPARATOR))
     columns = []
     for text in texts:
-        lines = map(escape_text, text.expandtabs().splitlines())
-        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in lines]
+        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in text.splitlines()]
         columns.append([line for paragraph in paragraphs for line in paragraph])
     rows = [
         _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
@@ -144,4 +143,4 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
         answers = [speaker.answer_prompt(prompt, request.max_new_tokens) for speaker in speakers]
-        click.echo(f"> {escape_text(prompt)}\n{format_columns(answers, width)}\n")
+        click.echo(f"> {prompt}\n{format_columns(answers, width)}\n")

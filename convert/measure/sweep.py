@@ -16,12 +16,10 @@ written. The fitted layers and the measured loss are the same as with `kvfold co
 import math
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kvfold.attention.drift.compare import DriftMeasurement
@@ -265,10 +263,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     stages = ProgressStages(progress, request.quiet)
     plans = {}
     rows = {}
-    with (
-        closing(open_checkpoint(request.model)) as checkpoint,
-        tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch,
-    ):
+    with closing(open_checkpoint(request.model)) as checkpoint:
         model = make_model(checkpoint.config, checkpoint.tensors)
         for options in named or propose_default_targets(model, request.layout):
             target = format_target(options)
@@ -280,7 +275,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
                 raise error.with_prefix(f"--targets {target}") from error
         plan = next(iter(plans.values()))
         check_memory(plan)
-        calibration = load_source_and_text(plan, Path(scratch), stages)
+        calibration = load_source_and_text(plan, None, stages)
         folds = {target: plan for target, plan in plans.items() if plan.latent is None}
         latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
         for group in filter(None, [folds, latents]):

@@ -6,6 +6,7 @@ runs. Uptraining uses the same losses and step sizes (``steps.py``).
 """
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
+from kvfold.convert.errors import summarize_error
 from kvfold.convert.training.steps import (
     freeze_constant_channel,
     measure_channel_scales,
@@ -147,13 +149,10 @@ def train(
     training resumes from it. Every process of a run must call this.
     """
     optimizer = task.optimizer
+    result = None
     if saved is not None and saved.is_file():
-        state = torch.load(saved, weights_only=True, map_location="cpu")
-        for name, tensor in state.pop("masters").items():
-            task.masters[name].data.copy_(tensor)
-        optimizer.load_state_dict(state.pop("optimizer"))
-        result = TrainingResult(**state)
-    else:
+        result = _load_state(task, saved)
+    if result is None:
         result = TrainingResult(errors=[task.measure_error()])
     yield result
     next_save = 0.0
@@ -192,6 +191,30 @@ def train(
         with replace_file(saved) as new:
             torch.save(state, new)
         next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
+
+
+def _load_state(task: TrainingTask, saved: Path) -> TrainingResult | None:
+    """Load the masters and the optimizer's state of ``task`` from the file ``saved``. Returns the
+    result so far; None, with a line on stderr and ``task`` unchanged, if the file is damaged.
+    """
+    try:
+        state = torch.load(saved, weights_only=True, map_location="cpu")
+        masters = state.pop("masters")
+        shapes = {name: tensor.shape for name, tensor in masters.items()}
+        if shapes != {name: tensor.shape for name, tensor in task.masters.items()}:
+            raise ValueError("other tensors")
+        task.optimizer.load_state_dict(state.pop("optimizer"))
+        result = TrainingResult(**state)
+    except Exception as error:  # whatever torch's readers raise
+        print(
+            f"discarding {saved}, which cannot be read ({summarize_error(error, 100)}): this"
+            " training starts over",
+            file=sys.stderr,
+        )
+        return None
+    for name, tensor in masters.items():
+        task.masters[name].data.copy_(tensor)
+    return result
 
 
 def draw_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:

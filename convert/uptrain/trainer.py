@@ -23,7 +23,7 @@ from kvfold.attention.drift.compare import sum_prediction_drift
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import use_blockwise_attention
@@ -186,12 +186,22 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         They are those of the evaluation with the lowest error, which may be the one before
         training.
         """
-        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if not self.eval_dataset:
-            return self._gather_state()
-        if not launched_as_rank0():
-            return {}
-        return dict(torch.load(self._best, weights_only=True))
+        try:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            if not self.eval_dataset:
+                return self._gather_state()
+            if not launched_as_rank0():
+                return {}
+            return dict(torch.load(self._best, weights_only=True))
+        except (KvfoldError, OSError):
+            raise
+        except Exception as error:  # whatever the readers of Trainer's files raise
+            if checkpoint is None or self.state.global_step > int(checkpoint.name.split("-")[1]):
+                raise
+            raise InputError(
+                f"{checkpoint} cannot be read ({summarize_error(error)}); remove it to continue"
+                " from the checkpoint before, or use --fresh to start over"
+            ) from error
 
     def get_log_rows(self) -> list[dict[str, Any]]:
         """Return the rows logged so far, in order, without the summary of the whole run."""

@@ -6,6 +6,7 @@ weights so far, and ``request.json``, which says whose they are.
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ from kvfold.convert.checkpoint.files import (
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
-from kvfold.convert.conversion.card import render_trained_card
+from kvfold.convert.conversion.card import escape_markdown_value, render_trained_card
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
@@ -209,12 +210,14 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
     links = [path for path in (work, *work.rglob("*")) if path.is_symlink()]
     before = {}
     if started.is_file() and not links:
-        before = parse_json_object(started, read_bytes(started))
+        with suppress(InputError):
+            before = parse_json_object(started, read_bytes(started))
     exists = work.is_file() or any(work.glob("*"))
     if links or (exists and before.keys() != {"options", "files"}):
         raise InputError(
             f"{work}: the training writes its checkpoints into this folder, but it contains links"
-            " or files of something else; move them away or choose another OUT"
+            f" or files of something else, or its {started.name} is damaged; move them away or"
+            " choose another OUT"
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
@@ -242,7 +245,8 @@ def _find_newest_checkpoint(work: Path) -> Path | None:
     """Return the newest training checkpoint in ``work`` that was written to its end; None if there
     is none.
     """
-    states = work.glob(f"checkpoint-[0-9]*/{STATE}")
+    folders = [path for path in work.glob("*") if re.fullmatch("checkpoint-[0-9]{1,9}", path.name)]
+    states = [folder / STATE for folder in folders if (folder / STATE).is_file()]
     for state in sorted(states, key=os.path.getmtime, reverse=True):
         with suppress(InputError):
             parse_json_object(state, read_bytes(state))
@@ -314,10 +318,11 @@ def _write_checkpoint(
         card = side_files.get(CARD, b"").decode(errors="replace")
         name = decode_file_name(Path(request.out))
         options = training["request"]
-        teacher = f", distilled from `{options['teacher']}`" if request.teacher else ""
+        names = {key: escape_markdown_value(str(value)) for key, value in options.items()}
+        teacher = f", distilled from `{names['teacher']}`" if request.teacher else ""
         section = (
             f"A converted checkpoint, trained further by kvfold: all weights, for {request.steps}"
-            f" steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n\n"
+            f" steps of {request.batch_tokens} tokens of {names['text']}{teacher}.\n\n"
         )
         section += "\n".join(f"- {figure}" for figure in _format_held_out_figures(training))
         write_small_file(folder / CARD, render_trained_card(card, name, section))

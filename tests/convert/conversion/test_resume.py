@@ -1,5 +1,6 @@
 """Interrupted runs go on at their last finished layer and give the bytes of an unbroken run."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -125,7 +126,8 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     def stopped(layer, **changes):
         with pytest.raises(RuntimeError, match=f"after layer {layer}") as raised:
             run_conversion(**options | changes)
-        assert raised.value.__notes__ == [f"finished layers kept for the same request: {layer}"]
+        (note,) = raised.value.__notes__
+        assert note.startswith(f"finished layers kept for the same request: {layer}, in ")
         assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
         return capsys.readouterr().err
 
@@ -142,19 +144,25 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\0")
     assert "model.safetensors changed since then; starting over" in stopped(1, seed=1)
+    for name, said in ((".precision", "precision changed"), (".journal.json", "is damaged")):
+        (path,) = tmp_path.glob(f".out.kvfold-*/{name}")
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        assert f"{said}" in stopped(1, seed=1)
 
 
 def test_settings_that_are_no_options_are_named_in_words(tmp_path, request_of):
     with fail_at_the_end():
         run_conversion(**request_of("mqa"))
     (path,) = tmp_path.glob(".out.kvfold-*/.journal.json")
-    before = json.loads(path.read_text())
+    _, text = path.read_text().split("\n")
+    before = json.loads(text)
     for name, value, words in (
         ("torch", "1.0", "torch 1.0, not torch [0-9]"),
         ("process count", 2, "process count 2, not process count 1"),
         ("device", "gpu", "--device gpu, not --device c"),
     ):
-        path.write_text(json.dumps(before | {"run": before["run"] | {name: value}}))
+        text = json.dumps(before | {"run": before["run"] | {name: value}})
+        path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
         with pytest.raises(InputError, match=f"used {words}.*; use the same .* or --fresh"):
             run_conversion(**request_of("mqa"))
 
@@ -264,14 +272,18 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
     assert end.status == 1
     assert end.stderr.splitlines()[-1].startswith(
         "error: interrupted: "
-        + ("finished layers kept for the same request: 1;" if kept else "nothing was left behind")
+        + (
+            "finished layers kept for the same request: 1, in "
+            if kept
+            else "nothing was left behind"
+        )
     )
     assert "Traceback" not in end.stderr
     assert len(list(tmp_path.iterdir())) == kept
     assert len(list(tmp_path.glob(".out.kvfold-*/.journal.json"))) == kept
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"run": 1, "layers": [{}]}', "[" * 9000])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '0\n{"run": 1, "layers": [{}]}', "[" * 9000])
 def test_a_damaged_journal_counts_as_none(tmp_path, content):
     (tmp_path / ".journal.json").write_text(content)
     assert journal.count_finished_layers(tmp_path) == 0

@@ -45,12 +45,15 @@ def resume(request):
 
 
 def test_a_checkpoint_that_is_not_complete_gives_way_to_the_one_before(request_):
+    shutil.copytree(
+        request_.training_folder / "checkpoint-8", request_.training_folder / "checkpoint-8.bak"
+    )
     assert resume(request_) == "checkpoint-8"
     (request_.training_folder / "checkpoint-8" / STATE).write_text("{")
     assert resume(request_) == "checkpoint-4"
     (request_.training_folder / "checkpoint-4" / STATE).unlink()
     assert resume(request_) is None
-    assert not list(request_.training_folder.glob("checkpoint-*"))
+    assert not list(request_.training_folder.glob("checkpoint-[48]"))
 
 
 @pytest.mark.parametrize("name", [".", "request.json", "checkpoint-8", f"checkpoint-8/{STATE}"])
@@ -83,9 +86,7 @@ def test_a_folder_that_no_run_wrote_is_left_alone(request_):
         (request_.training_folder / "request.json").unlink()
         if content is not None:
             (request_.training_folder / "request.json").write_text(content)
-        with pytest.raises(
-            InputError, match=r"request.json: not valid JSON|contains links or files"
-        ):
+        with pytest.raises(InputError, match="contains links or files"):
             resume(replace(request_, fresh=True))
     assert len(list(request_.training_folder.iterdir())) == 2
 
