@@ -21,10 +21,8 @@ from kvfold.convert.transforms.distances import DistanceMixture, compute_rotary_
 from kvfold.convert.transforms.latent.latent_weights import LayerProjections
 from kvfold.convert.transforms.linalg import (
     average_rotations,
-    compute_covariance,
     decompose_symmetric,
     multiply_pairs,
-    solve_damped,
 )
 
 # Excess loss on held-out text, nats per token (measured by a script in git history, 2026-11-22
@@ -62,11 +60,10 @@ ALS_DAMPING = 1e-6
 class LatentFactors:
     """A layer's keys and values, factored into one down-projection and an up-projection per head.
 
-    down: ``X [P + R, E+1]`` on ``[x; 1]``: shared rotary keys (``P`` rows), then the latent
+    down: ``X [P + R, E+1]`` on whitened inputs ``[z; 1]`` (`linalg.whiten_inputs`): shared rotary
+        keys (``P`` rows), then the latent; the last column is the mean of each row
     up_keys: ``[H, D, P + R]``, each head's keys from both, as its queries see them
     up_values: ``[G, D, R]``, the values from the latent
-
-    ``R`` does not count the constant channel of layout ``free``, which ``--kv-rank`` counts.
     """
 
     down: Tensor
@@ -77,6 +74,11 @@ class LatentFactors:
     def rank(self) -> int:
         """The number of latent channels ``R``, without the constant channel of layout ``free``."""
         return self.up_values.shape[-1]
+
+    @property
+    def rope_dim(self) -> int:
+        """The number of rotary rows ``P``."""
+        return len(self.down) - self.rank
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class RotationMoments:
 
         ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``,
         biases included. A softmax over positions sees only the variation of constant keys with
-        distance.
+        distance. Rows behind the rotary ones do not rotate, and may be left out.
         """
         means = left_mean[..., :, None] * right_mean[..., None, :]
         return self._rotate_by_mean(product) + self._add_covariance(product + means)
@@ -158,66 +160,69 @@ def make_rotation_moments(
 
 @dataclass(frozen=True)
 class LatentLeastSquares:
-    """The inputs and weights of the least-squares problem that fits a latent to one layer.
+    """The least-squares problem that fits a latent to one layer. Inputs are whitened: ``x = root z
+    + E[x]`` with ``cov(z) = 1`` (`linalg.whiten_inputs`).
 
-    layer: the layer to approximate
-    covariance: ``[E, E]`` of the inputs
-    mean: ``[E+1]`` of ``[x; 1]``
-    mean_weight: ``[E] = covariance^-1 mean``; 0 if ``centered``
-    value_moment: ``[E+1, E+1]`` of ``[x; 1]``, which weights value errors; only its covariance if
-        ``centered``
-    same, cross: the kernels of the cached rows with themselves and with the keys
-    centered: the down-projection may have a bias, and value errors are measured around their mean;
-        otherwise biases are not allowed, and the mean of the values is included
+    projections: the layer to approximate
+    keys, values: ``[G, D, E]``, its keys and values from ``z``, in the dtype of products over ``E``
+    key_means: ``[G, D]``
+    mean: ``m [E] = root^-1 E[x]`` if the down-projection must not have a bias, and the mean of the
+        values is to be explained too; None if a bias is allowed, and value errors are measured
+        around their mean
+    same, cross: the rotation moments of the cached rows with themselves and with the keys
     query_weight: ``[H, D, D]``, the squared output error per error of a key
     value_weight: ``[G, D, D]``, the squared output error per error of a value
     """
 
     projections: LayerProjections
-    covariance: Tensor
-    mean: Tensor
-    mean_weight: Tensor
-    value_moment: Tensor
+    keys: Tensor
+    values: Tensor
+    key_means: Tensor
+    mean: Tensor | None
     same: RotationMoments
     cross: RotationMoments
-    centered: bool
     query_weight: Tensor
     value_weight: Tensor
+
+    def multiply_value_moment(self, latent: Tensor) -> Tensor:
+        """Return ``S latent^T [E, R]`` for ``latent [R, E]`` and the moment ``S [E, E]`` that
+        weighs errors of the values: ``cov(z) = 1`` or, without a bias, ``E[x x^T]`` whitened.
+        """
+        if self.mean is None:
+            return latent.mT
+        return latent.mT + torch.outer(self.mean, latent @ self.mean)
 
 
 def alternate_least_squares(
     projections: LayerProjections,
     queries: Tensor,
-    moment: Tensor,
+    mean: Tensor | None,
     theta: Tensor,
     distances: DistanceMixture,
     factors: LatentFactors,
-    *,
-    centered: bool,
+    dtype: torch.dtype,
 ) -> LatentFactors:
     """Return ``factors`` improved by alternating least squares: `ALS_ROUNDS` of up-projections,
     then the down-projection; the up-projections are solved once more.
 
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``.
-    ``theta [P/2]``: angles of the rotary rows. ``distances``: between queries and keys.
-    ``centered`` as in `LatentLeastSquares`.
+    ``projections``: of keys and values on whitened ``[z; 1]``. ``queries [H, D, D]``: second
+    moments of queries. ``mean`` as in `LatentLeastSquares`. ``theta [P/2]``: angles of the
+    rotary rows. ``distances``: between queries and keys. ``dtype``: of products over ``E``.
     """
-    cov = compute_covariance(moment)
-    mean = moment[-1]
-    values = projections.values[..., :-1]
+    values = projections.values[..., :-1].to(dtype)
     # A score error moves about as much output as the values vary: the output energy of an average
     # head.
-    output = (projections.metric * (values @ cov @ values.mT)).sum() / len(projections.queries)
-    same, cross = make_rotation_moments(distances, theta.to(cov), projections.rotary.theta.to(cov))
+    output = (projections.metric * (values @ values.mT)).sum() / len(projections.queries)
+    angles = projections.rotary.theta.to(queries)
+    same, cross = make_rotation_moments(distances, theta.to(queries), angles)
     problem = LatentLeastSquares(
         projections=projections,
-        covariance=cov,
+        keys=projections.keys[..., :-1].to(dtype),
+        values=values,
+        key_means=projections.keys[..., -1],
         mean=mean,
-        mean_weight=torch.zeros_like(mean[:-1]) if centered else torch.linalg.solve(cov, mean[:-1]),
-        value_moment=pad(cov, (0, 1, 0, 1)) if centered else moment,
         same=same,
         cross=cross,
-        centered=centered,
         query_weight=queries * projections.scale**2 * output,
         value_weight=projections.metric * VALUE_WEIGHT,
     )
@@ -238,114 +243,176 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
     projections = problem.projections
-    keys = projections.keys.repeat_interleave(projections.query_heads_per_kv_head, 0)
-    latent = factors.down[-factors.rank :]
-    spread = factors.down[:, :-1] @ problem.covariance
-    mean = factors.down @ problem.mean
-    seen = problem.same.rotate_moment(spread @ factors.down[:, :-1].mT, mean, mean)  # E[y y^T]
-    cross = problem.cross.rotate_moment(
-        spread @ keys[..., :-1].mT, mean, keys @ problem.mean
-    )  # E[y k^T]
-    weighted = problem.value_moment @ latent.mT
+    rope = factors.rope_dim
+    linear = factors.down[:, :-1]
+    mean = factors.down[:, -1]
+    moment = linear @ linear.mT
+    rotary = problem.same.rotate_moment(moment[:rope], mean[:rope], mean)  # E[y y^T], [H, P, n]
+    products = _multiply(problem.keys, linear.mT).mT  # [G, n, D]
+    times = projections.query_heads_per_kv_head
+    cross = problem.cross.rotate_moment(  # E[y k^T], [H, n, D]
+        products.repeat_interleave(times, 0), mean, problem.key_means.repeat_interleave(times, 0)
+    )
+    weighted = problem.multiply_value_moment(linear[rope:])
+    value_moment = linear[rope:] @ weighted
     return replace(
         factors,
-        up_keys=_solve_regression(factors.up_keys, seen, cross.mT),
-        up_values=_solve_regression(
-            factors.up_values, latent @ weighted, projections.values @ weighted
+        up_keys=_solve_key_regression(factors.up_keys, rotary, moment[rope:, rope:], cross.mT),
+        up_values=_solve_value_regression(
+            factors.up_values, value_moment, _multiply(problem.values, weighted)
         ),
     )
 
 
-def _solve_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """Return ``W [..., m, n]`` with ``W gram = cross``, damped toward ``present [..., m, n]``;
-    directions without energy do not change.
+def _solve_key_regression(present: Tensor, rotary: Tensor, latent: Tensor, cross: Tensor) -> Tensor:
+    """Return ``W [H, D, P + R]`` with ``W gram = cross [H, D, P + R]`` for each head, damped toward
+    ``present``; directions without energy do not change.
+
+    ``gram = [rotary; rotary'^T latent]``: the rows ``rotary [H, P, P + R]`` differ from head to
+    head, ``latent [R, R]`` does not, because a latent does not rotate. So it is factored once, and
+    each head solves for its rotary rows with the Schur complement of ``latent``.
     """
+    heads, rope, _ = rotary.shape
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
+    scale = torch.cat([_measure_scale(rotary), _measure_scale(latent).expand(heads, -1)], -1)[
+        :, None
+    ]
+    to_rotary = present[..., :rope]
+    to_latent = present[..., rope:]
+    residual = cross - to_rotary @ rotary
+    residual[..., :rope] -= to_latent @ rotary[..., rope:].mT
+    residual[..., rope:] -= to_latent @ latent
+    residual = (residual / scale).mT
+    rotary = rotary / (scale[..., :rope].mT * scale)
+    side = rotary[..., rope:]
+    unit = scale[0, :, rope:]
+    factor = torch.linalg.cholesky(_damp(latent / (unit.mT * unit)))
+    right = torch.cat([side.mT, residual[:, rope:]], -1)  # [H, R, P + D]
+    solved = torch.cholesky_solve(right.transpose(0, 1).flatten(1), factor)
+    solved = torch.unflatten(solved, 1, (heads, -1)).transpose(0, 1)
+    from_side = solved[..., :rope]
+    from_residual = solved[..., rope:]
+    schur = _damp(rotary[..., :rope]) - side @ from_side
+    turned = torch.linalg.solve(schur, residual[:, :rope] - side @ from_residual)
+    step = torch.cat([turned, from_residual - from_side @ turned], 1)
+    return present + step.mT / scale
+
+
+def _solve_value_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+    """Return ``W [G, D, R]`` with ``W gram = cross [G, D, R]``, damped toward ``present``;
+    directions without energy do not change. All heads share ``gram [R, R]``.
+    """
+    scale = _measure_scale(gram)
+    residual = (cross - present @ gram) / scale
+    factor = torch.linalg.cholesky(_damp(gram / (scale[:, None] * scale)))
+    step = torch.cholesky_solve(residual.flatten(0, 1).mT, factor).mT
+    return present + step.view_as(present) / scale
+
+
+def _multiply(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return ``rows [G, D, E] columns [E, n]`` in float64, computed in the dtype of ``rows``."""
+    product = rows.flatten(0, 1) @ columns.to(rows)
+    return product.view(*rows.shape[:2], -1).to(columns)
+
+
+def _multiply_heads(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum over heads of ``left [H, n, D] right [H, D, m]`` in float64, ``[n, m]``,
+    computed in the dtype of ``right``.
+    """
+    product = left.to(right).transpose(0, 1).flatten(1) @ right.flatten(0, 1)
+    return product.to(left)
+
+
+def _measure_scale(gram: Tensor) -> Tensor:
+    """Return the roots of the diagonal of ``gram [..., n, m]``, ``[..., n]``; 1 where it is 0."""
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)[..., None, :]
-    residual = ((cross - present @ gram) / scale).mT
-    return present + solve_damped(gram / (scale.mT * scale), residual, ALS_DAMPING).mT / scale
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _damp(gram: Tensor) -> Tensor:
+    """Return ``gram [..., n, n]`` with `ALS_DAMPING` added to its diagonal."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return gram + ALS_DAMPING * identity
 
 
 def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
-    """Return ``factors`` with the down-projection ``X = [L b]`` that fits the present
-    up-projections best.
+    """Return ``factors`` with the down-projection ``X = [L a]`` that fits the present
+    up-projections best; ``a`` is the mean of the rows.
 
-    With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
+    A change ``dL, da`` solves
 
-        V dL C + M (dL m + db) m^T = P C + p m^T     (the derivative with respect to L)
-        M (dL m + db) = p                            (with respect to b, if biases are allowed)
+        V dL + M da m^T = P + p m^T     (the derivative with respect to L)
+        M da = p                        (with respect to a, if biases are allowed; then m = 0)
 
     ``V, M [n, n]`` are the costs of a change, ``P [n, E]`` and ``p [n]`` the unexplained remainder.
-    Without biases ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the first equation times
-    ``C^-1`` yields ``dL``, and multiplying ``dL`` by ``m`` yields an equation for ``u`` alone:
+    Without biases ``da = dL m``. Multiplying the first equation by ``m`` yields one for ``da``
+    alone:
 
-        dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
-
-    If centered, the second equation eliminates the mean from the first, as if ``c`` were 0, and ``L
-    m + b`` changes by ``M^-1 p``.
+        dL = V^-1 (P + (p - M da) m^T)        (V + (m.m) M) da = P m + (m.m) p
     """
     projections = problem.projections
-    rank = factors.rank
+    rope = factors.rope_dim
     linear = factors.down[:, :-1]
-    bias = factors.down[:, -1]
-    present = factors.down @ problem.mean
+    means = factors.down[:, -1]
     weighted = factors.up_keys.mT @ problem.query_weight  # [H, n, D]
-    V, M = (
-        part.sum(0) for part in problem.same.compute_gradient_factors(weighted @ factors.up_keys)
-    )
-    by_head = problem.cross.compute_gradient_factors(weighted)
+    # Rotation acts on the rotary rows; the rest of V is the same sum for all heads.
+    V = _multiply_heads(weighted, factors.up_keys)
+    M = torch.zeros_like(V)
+    parts = problem.same.compute_gradient_factors(weighted[:, :rope] @ factors.up_keys)
+    V[:rope], M[:rope] = (part.sum(0) for part in parts)
+    V[rope:, :rope] = V[:rope, rope:].mT
+    parts = problem.cross.compute_gradient_factors(weighted)
     of_keys, of_means = (
-        torch.unflatten(part, 0, (-1, projections.query_heads_per_kv_head)).sum(1)
-        for part in by_head
+        torch.unflatten(part, 0, (-1, projections.query_heads_per_kv_head)).sum(1) for part in parts
     )
-    P = (of_keys @ projections.keys[..., :-1]).sum(0)
-    p = (of_means @ (projections.keys @ problem.mean)[..., None]).sum((0, 2))
+    P = _multiply_heads(of_keys, problem.keys)
+    p = torch.einsum("gnd,gd->n", of_means, problem.key_means)
     weighted = factors.up_values.mT @ problem.value_weight  # [G, R, D]
-    needed = (weighted @ factors.up_values).sum(0)
-    V[-rank:, -rank:] += needed
-    P[-rank:] += (weighted @ projections.values[..., :-1]).sum(0)
-    if not problem.centered:
-        M[-rank:, -rank:] += needed
-        p[-rank:] += torch.einsum("grd,gde,e->r", weighted, projections.values, problem.mean)
+    needed = _multiply_heads(weighted, factors.up_values)
+    through_values = _multiply_heads(weighted, problem.values)
+    V[rope:, rope:] += needed
+    P[rope:] += through_values
+    if problem.mean is not None:
+        M[rope:, rope:] += needed
+        p[rope:] += through_values @ problem.mean
     P -= V @ linear
-    p -= M @ present
+    p -= M @ means
     # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
     damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
     V = V + damping
-    mean = problem.mean[:-1]
-    c = problem.mean_weight
-    u = torch.linalg.solve(V + (mean @ c) * M, P @ mean + (mean @ c) * p)
-    linear = linear + torch.linalg.solve(V, P + torch.outer(p - M @ u, c))
-    if problem.centered:
-        bias = present + torch.linalg.solve(M + damping, p) - linear @ mean
-    return replace(factors, down=torch.cat([linear, bias[:, None]], 1))
+    if problem.mean is None:
+        change = torch.linalg.solve(M + damping, p)
+    else:
+        m = problem.mean
+        change = torch.linalg.solve(V + (m @ m) * M, P @ m + (m @ m) * p)
+        P += torch.outer(p - M @ change, m)
+    linear = linear + torch.linalg.solve(V, P)
+    return replace(factors, down=torch.cat([linear, (means + change)[:, None]], 1))
 
 
 def _normalize_factors(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
     """Return equivalent factors with rotary pairs of unit energy and uncorrelated latent channels,
     scaled by their importance.
     """
-    rank = factors.rank
-    rotary = factors.down[:-rank]
-    latent = factors.down[-rank:]
-    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1)
-    energy = energy + (rotary @ problem.mean).square()
-    unit = energy.view(2, -1).mean(0).sqrt()
+    rope = factors.rope_dim
+    rotary = factors.down[:rope]
+    latent = factors.down[rope:]
+    unit = rotary.square().sum(1).view(2, -1).mean(0).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
     # If biases are allowed, the latent's mean is zero.
-    if problem.centered:
-        latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
-    moment = latent @ problem.value_moment @ latent.mT
-    keys = factors.up_keys[..., -rank:]
+    if problem.mean is None:
+        latent = pad(latent[:, :-1], (0, 1))
+    moment = latent[:, :-1] @ problem.multiply_value_moment(latent[:, :-1])
+    keys = factors.up_keys[..., rope:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
-    through_values = (factors.up_values.mT @ problem.value_weight @ factors.up_values).sum(0)
-    importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
-    forth, back = _normalize_channels(moment, importance)
-    up_keys = torch.cat([factors.up_keys[..., :-rank] * unit, keys @ back], -1)
+    values = factors.up_values
+    through_values = _multiply_heads(values.mT, problem.value_weight @ values)
+    through_keys = _multiply_heads(keys.mT, problem.query_weight @ keys)
+    forth, back = _normalize_channels(moment, through_keys + through_values)
+    up_keys = torch.cat([factors.up_keys[..., :rope] * unit, keys @ back], -1)
     down = torch.cat([rotary / unit[:, None], forth @ latent])
-    return LatentFactors(down, up_keys, factors.up_values @ back)
+    return LatentFactors(down, up_keys, values @ back)
 
 
 def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,11 +43,13 @@ from kvfold.convert.transforms.latent.slots import (
     split_rotary_keys,
 )
 from kvfold.convert.transforms.linalg import (
-    compute_covariance,
-    compute_head_moments,
+    choose_product_dtype,
+    compute_covariance_root,
     compute_input_moment,
     compute_metric_root,
+    find_singular_vectors,
     multiply_pairs,
+    whiten_inputs,
 )
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
@@ -78,26 +80,45 @@ def factor_layer(
     ``centered``.
     """
     statistics = statistics.to(weights.q.device)
-    projections = build_projections(weights, statistics, rotary, scale, key_constant=True)
+    original = build_projections(weights, statistics, rotary, scale, key_constant=True)
     moment = compute_input_moment(statistics)
-    queries = compute_head_moments(projections.queries, moment)
+    mean = moment[-1]
+    root = compute_covariance_root(moment)
+    dtype = choose_product_dtype(rank + slots.rope_dim, len(root))
+    queries = whiten_inputs(original.queries, root, mean, dtype)
+    queries = queries @ queries.mT
+    projections = replace(
+        original,
+        keys=whiten_inputs(original.keys, root, mean, dtype),
+        values=whiten_inputs(original.values, root, mean, dtype),
+    )
     # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
-    split = split_rotary_keys(projections, slots, queries, moment)
+    split = split_rotary_keys(projections, slots, queries)
     gains = compute_pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
-    # root root^T is the covariance of the inputs, or their second moment.
-    root = torch.linalg.cholesky(compute_covariance(moment) if centered else moment[:-1, :-1])
-    down, readout = compute_principal_basis(
-        _stack_key_and_value_rows(projections, queries, split[2], gains, root), root, rank
-    )
+    rows = _stack_key_and_value_rows(projections, queries, split[2], gains)
+    center = None
+    if centered:
+        down, readout = compute_principal_basis(rows, rank, dtype)
+        down = pad(down, (0, 1))
+    else:
+        # Without a bias, a latent also carries the means.
+        center = torch.linalg.solve_triangular(root, mean[:-1, None], upper=False)[:, 0]
+        down, readout = compute_principal_basis(
+            torch.cat([rows, (rows @ center)[:, None]], 1), rank, dtype
+        )
+        readout = readout[:-1] + torch.outer(center, readout[-1])
+        down[:, -1] = down[:, :-1] @ center
     factors = _join_factors(projections, split, gains, down, readout)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
         factors = als.alternate_least_squares(
-            projections, queries, moment, slots.theta, distances, factors, centered=centered
+            projections, queries, center, slots.theta, distances, factors, dtype
         )
-    return _make_latent_weights(projections, factors, slots, moment[-1], distances, centered)
+    return _make_latent_weights(
+        original, projections, factors, slots, root, mean, distances, centered
+    )
 
 
 def factor_by_svd(
@@ -120,17 +141,19 @@ def factor_by_svd(
     blank = make_blank_statistics(weights, gain)
     projections = build_projections(weights, blank, rotary, scale)
     # Without calibration, assume white inputs.
-    moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
-    queries = compute_head_moments(projections.queries, moment)
-    split = split_rotary_keys(projections, slots, queries, moment)
+    root = torch.eye(weights.model_dim, dtype=torch.float64, device=weights.q.device)
+    mean = pad(torch.zeros_like(root[0]), (0, 1), value=1.0)
+    split = split_rotary_keys(projections, slots, projections.queries @ projections.queries.mT)
     rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
-    down, readout = compute_principal_basis(rows, moment[:-1, :-1], rank)
+    down, readout = compute_principal_basis(rows, rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     # Text of one token: every rotation is 1.
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
-    factors = _join_factors(projections, split, gains, down / norm, readout * norm)
-    return _make_latent_weights(projections, factors, slots, moment[-1], distances, centered=False)
+    factors = _join_factors(projections, split, gains, pad(down / norm, (0, 1)), readout * norm)
+    return _make_latent_weights(
+        projections, projections, factors, slots, root, mean, distances, False
+    )
 
 
 def _join_factors(
@@ -141,22 +164,23 @@ def _join_factors(
     readout: Tensor,
 ) -> LatentFactors:
     """Return factors of rotary keys (``split``, from `split_rotary_keys`) and of a latent
-    (``down``, ``readout``) for the remaining keys, multiplied by ``gains [H, L]``, and the values.
+    (``down [R, E+1]``, ``readout [E, R]``) for the remaining keys, multiplied by ``gains [H, L]``,
+    and the values.
     """
     rope_key, up_rope, rest = split
     keys = multiply_pairs(rest.repeat_interleave(projections.query_heads_per_kv_head, 0), gains)
     return LatentFactors(
-        down=torch.cat([rope_key, pad(down, (0, 1))]),
+        down=torch.cat([rope_key, down]),
         up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
         up_values=projections.values[..., :-1] @ readout,
     )
 
 
 def _stack_key_and_value_rows(
-    projections: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
+    projections: LayerProjections, queries: Tensor, rest: Tensor, gains: Tensor
 ) -> Tensor:
     """Return the unrotated keys ``rest [G, D, E+1]`` in units of scores, and the values in units of
-    the output, as rows ``[n, E]`` for inputs whitened by ``root [E, E]``.
+    the output, as rows ``[n, E]`` for whitened inputs.
     """
     # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
     # two dims of a pair.
@@ -169,53 +193,57 @@ def _stack_key_and_value_rows(
     metric, _ = compute_metric_root(projections.metric)
     blocks = []
     for block in (rest * energy.sqrt()[..., None], metric @ projections.values):
-        rows = block[..., :-1].flatten(0, 1) @ root
+        rows = block[..., :-1].flatten(0, 1)
         blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
     return torch.cat(blocks)
 
 
-def compute_principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the projection ``down [rank, E]`` to a latent of unit energy, and ``readout [E,
-    rank]`` back to the inputs: the principal components of ``rows [n, E]``.
+def compute_principal_basis(
+    rows: Tensor, rank: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Return the projection ``down [rank, E]`` of white inputs to a latent of unit energy, and
+    ``readout [E, rank]`` back to the inputs: the principal components of ``rows [n, E]``.
 
-    ``down`` consists of the right singular vectors of ``rows [n, E]``, which act on whitened inputs
-    ``root^{-1} x``, times the singular values. ``W readout`` is the map from ``c`` that is closest
-    to ``W x`` over the calibration text.
+    ``down`` consists of the right singular vectors of ``rows`` times the singular values. ``W
+    readout`` is the map from ``c`` that is closest to ``W x`` over the calibration text. ``dtype``
+    as in `linalg.find_singular_vectors`.
     """
-    _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
+    sigma, vectors = find_singular_vectors(rows, rank, dtype)
     # Directions at the level of rounding errors would get a readout of 1e12: leave these channels
     # zero.
-    used = (sigma > sigma.max() * 1e-12)[:rank]
-    vectors = vectors[:rank]
-    sigma = torch.where(used, sigma[:rank], 0.0)
+    used = sigma > sigma.max() * 1e-12
+    sigma = torch.where(used, sigma, 0.0)
     sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
-    down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
-    readout = torch.where(used, root @ vectors.mT / sigma, 0.0)
+    readout = torch.where(used, vectors.mT / sigma, 0.0)
     spare = rank - len(sigma)
-    return pad(down, (0, 0, 0, spare)), pad(readout, (0, spare))
+    return pad(vectors * sigma[:, None], (0, 0, 0, spare)), pad(readout, (0, spare))
 
 
 def _make_latent_weights(
+    original: LayerProjections,
     projections: LayerProjections,
     factors: LatentFactors,
     slots: RotarySlots,
+    root: Tensor,
     mean: Tensor,
     distances: DistanceMixture,
     centered: bool,
 ) -> LatentWeights:
-    """Return the weights of the latent attention layer described by ``factors``; ``mean [E+1]`` is
-    that of the inputs ``[x; 1]``.
+    """Return the weights of the latent attention layer described by ``factors``: ``original`` is
+    the source's layer on the inputs ``[x; 1]``, ``projections`` on whitened inputs (``root [E, E]``
+    and ``mean [E+1]`` as in `linalg.whiten_inputs`).
     """
     source = projections.source
     rope = slots.rope_dim
-    rope_key = factors.down[:rope]
-    down = factors.down[rope:, :-1]
-    rope_query = torch.einsum("hdp,hde->hpe", factors.up_keys[..., :rope], projections.queries)
+    rows = torch.linalg.solve_triangular(root, factors.down[:, :-1], upper=False, left=False)
+    biases = factors.down[:, -1] - rows @ mean[:-1]
+    queries = original.queries
+    rope_query = torch.einsum("hdp,hde->hpe", factors.up_keys[..., :rope], queries)
     q_biased = source.q_bias is not None
     o_bias = source.o_bias
     if centered or source.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
-        constant = projections.values @ mean if centered else projections.values[..., -1]
+        constant = (projections if centered else original).values[..., -1]
         constant = constant.repeat_interleave(projections.query_heads_per_kv_head, 0)
         moved = torch.einsum("ehd,hd->e", source.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()
@@ -223,31 +251,28 @@ def _make_latent_weights(
     divided = projections.divisors is not None
     dtype = torch.float64 if divided else torch.promote_types(source.q.dtype, torch.float32)
     latent = LatentWeights(
-        down=down,
-        rope_key=rope_key[:, :-1],
-        q_nope=projections.queries[..., :-1],
+        down=rows[rope:],
+        rope_key=rows[:rope],
+        q_nope=queries[..., :-1],
         q_rope=rope_query[..., :-1],
         uk=factors.up_keys[..., rope:],
         uv=factors.up_values.repeat_interleave(projections.query_heads_per_kv_head, 0),
         o=source.o,
         theta=slots.theta,
         scale=projections.scale,
-        down_bias=-(down @ mean[:-1]) if centered else None,
-        rope_key_bias=rope_key[:, -1] if centered or source.k_bias is not None else None,
-        q_nope_bias=projections.queries[..., -1] if q_biased else None,
+        down_bias=biases[rope:] if centered else None,
+        rope_key_bias=biases[:rope] if centered or source.k_bias is not None else None,
+        q_nope_bias=queries[..., -1] if q_biased else None,
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
     ).map_tensors(lambda tensor: tensor.to(dtype).contiguous())
-    return (
-        latent if not divided else _keep_source_norms(latent, projections, factors, mean, distances)
-    )
+    return latent if not divided else _keep_source_norms(latent, projections, factors, distances)
 
 
 def _keep_source_norms(
     latent: LatentWeights,
     projections: LayerProjections,
     factors: LatentFactors,
-    mean: Tensor,
     distances: DistanceMixture,
 ) -> LatentWeights:
     """Return ``latent`` with the source's norms on queries and keys kept in the layer. It was
@@ -261,13 +286,11 @@ def _keep_source_norms(
     rope = latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
-    constant = (projections.keys @ mean).repeat_interleave(projections.query_heads_per_kv_head, 0)[
-        ..., None
-    ]
+    constant = projections.keys[..., -1:].repeat_interleave(projections.query_heads_per_kv_head, 0)
     constant = multiply_pairs(
         constant, average_rotation_factors(distances, projections.rotary.theta)
     )
-    in_rope = (factors.down[:rope] @ mean).expand(latent.heads, -1)[..., None]
+    in_rope = factors.down[:rope, -1].expand(latent.heads, -1)[..., None]
     in_rope = multiply_pairs(
         in_rope, average_rotation_factors(distances, latent.theta)
     )  # [H, P, 1]

@@ -8,7 +8,7 @@ frequency the principal complex components over the heads are the best shared ro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import average_rotation_factors, mix_distances
 from kvfold.convert.transforms.latent.latent_weights import LayerProjections, build_projections
 from kvfold.convert.transforms.linalg import (
-    compute_head_moments,
+    choose_product_dtype,
+    compute_covariance_root,
     compute_input_moment,
     decompose_symmetric,
+    whiten_inputs,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -51,10 +53,11 @@ class PairComponents:
     """The rotary pairs of a layer's keys as complex numbers, and their principal components over
     the heads.
 
-    ``keys [G, L, E+1]``: complex rows on ``[x; 1]``. ``query_energy [H, L]``: ``E|q_{h,l}|^2``.
-    ``scales [G, L]``: the root of the energy of all queries that read a key head. ``energy [L, G]``
-    and ``vectors [L, G, G]`` (columns): the eigenvalues, descending, and the eigenvectors of the
-    second moment of ``scales * keys``.
+    keys: ``[G, L, E+1]``, complex rows on whitened ``[z; 1]``
+    query_energy: ``[H, L] = E|q_{h,l}|^2``
+    scales: ``[G, L]``, the root of the energy of all queries that read a key head
+    energy, vectors: ``[L, G]`` and ``[L, G, G]`` (columns), the eigenvalues, descending, and the
+        eigenvectors of the second moment of ``scales * keys``
     """
 
     keys: Tensor
@@ -77,11 +80,10 @@ class LayerSurvey:
     theta: Tensor
 
 
-def compute_pair_components(
-    projections: LayerProjections, queries: Tensor, moment: Tensor
-) -> PairComponents:
-    """Return the principal components over heads of each rotary pair of a layer's keys, from the
-    second moments ``queries [H, D, D]`` and ``moment [E+1, E+1]`` of the inputs.
+def compute_pair_components(projections: LayerProjections, queries: Tensor) -> PairComponents:
+    """Return the principal components over heads of each rotary pair of the keys of
+    ``projections``, whose inputs are white (`linalg.whiten_inputs`). ``queries [H, D, D]``: second
+    moments of the queries.
     """
     half = projections.rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
@@ -91,15 +93,15 @@ def compute_pair_components(
     # Keys are divided by their scales later: the floor keeps heads that no query reads finite.
     scales = scales.clamp_min(scales.max().clamp_min(torch.finfo(scales.dtype).tiny) * 1e-12).sqrt()
     scaled = (scales[..., None] * keys).transpose(0, 1)  # [L, G, E+1]
-    spread = torch.complex(scaled.real @ moment, scaled.imag @ moment)
-    return PairComponents(keys, energy, scales, *decompose_symmetric(spread @ scaled.mH))
+    return PairComponents(keys, energy, scales, *decompose_symmetric(scaled @ scaled.mH))
 
 
 def split_rotary_keys(
-    projections: LayerProjections, slots: RotarySlots, queries: Tensor, moment: Tensor
+    projections: LayerProjections, slots: RotarySlots, queries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a layer's keys into shared rotary keys for ``slots``, ``[P, E+1]``, each head's
-    up-projection of these, ``[H, D, P]``, and the remaining keys ``[G, D, E+1]``.
+    up-projection of these, ``[H, D, P]``, and the remaining keys ``[G, D, E+1]``. ``projections``
+    and ``queries`` as in `compute_pair_components`.
     """
     rotary = projections.rotary.dims
     up_keys = projections.keys.new_zeros(*projections.queries.shape[:2], slots.rope_dim)
@@ -109,7 +111,7 @@ def split_rotary_keys(
             up_keys,
             projections.keys,
         )
-    pairs = compute_pair_components(projections, queries, moment)
+    pairs = compute_pair_components(projections, queries)
     left = pairs.keys.clone()
     maps = left.new_zeros(*left.shape[:2], slots.rope_dim // 2)  # [G, L, P/2]
     shared: list[Tensor] = []
@@ -153,10 +155,14 @@ def survey_layer(
         return LayerSurvey(theta.new_zeros(0, weights.kv_heads), theta)
     statistics = statistics.to(weights.q.device)
     moment = compute_input_moment(statistics)
+    root = compute_covariance_root(moment)
     projections = build_projections(weights, statistics, rotary, 1.0)
-    pairs = compute_pair_components(
-        projections, compute_head_moments(projections.queries, moment), moment
+    dtype = choose_product_dtype(1, len(root))
+    queries = whiten_inputs(projections.queries, root, moment[-1], dtype)
+    projections = replace(
+        projections, keys=whiten_inputs(projections.keys, root, moment[-1], dtype)
     )
+    pairs = compute_pair_components(projections, queries @ queries.mT)
     # The best constant in place of a rotation preserves this share of a pair's energy.
     retained = compute_pair_gains(statistics, rotary, context).abs().square()
     share = pairs.query_energy

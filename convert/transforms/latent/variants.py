@@ -192,10 +192,9 @@ def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int
     # Dims of dead keys keep a little weight, so that no query vanishes.
     units = units.clamp_min(units.max() * 1e-6)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
-    down, readout = compute_principal_basis(
-        (rows * units[..., None]).flatten(0, 1) @ root, root, rank
-    )
-    read = rows @ readout
+    down, readout = compute_principal_basis((rows * units[..., None]).flatten(0, 1) @ root, rank)
+    down = torch.linalg.solve_triangular(root, down, upper=False, left=False)
+    read = rows @ (root @ readout)
     query = QueryLatent(down, read[:, : latent.nope_dim], read[:, latent.nope_dim :])
     return replace(
         latent, query=query.map_tensors(lambda tensor: tensor.to(latent.down).contiguous())
