@@ -45,6 +45,7 @@ DEQUANTIZE = (
 # classes compute tables from them when they are built.
 _LARGEST_NUMBERS: dict[str, int] = _FILES["largest_numbers"]
 _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
+_LFS_POINTER = b"version https://git-lfs"
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
 # Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
 # later, so that a copy beside it in smaller steps mostly waits for the lock.
@@ -135,6 +136,10 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
         )
     if not path.is_file():
         raise InputError(f"{folder / name} is not a regular file; replace it with one")
+    if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
+        raise InputError(
+            f"{folder / name} is a Git LFS pointer, not the file; fetch it with `git lfs pull`"
+        )
     return path
 
 

@@ -33,7 +33,6 @@ from kvfold.convert.checkpoint.files import (
     get_file_states,
     list_extra_files,
     parse_json_object,
-    read_bytes,
     read_checkpoint_file,
     read_config,
     read_in_steps,
@@ -56,13 +55,12 @@ __all__ = [
 ]
 
 # The beginning of the text file that Git has in place of a large one
-_LFS_POINTER = b"version https://git-lfs"
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
 # Parts of names that torch.compile, DistributedDataParallel, FSDP, gradient checkpointing and PEFT
 # add to a module's tensors
 _WRAPPED = re.compile(
-    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|lora_[AB])(?=\.)"
+    r"\b(_orig_mod(?:ule)?|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer|lora_[AB])(?=\.)"
     r"|^module(?=\.)"
 )
 
@@ -272,7 +270,7 @@ def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
     infos = {info.name: info for info in tensors}
     # no states: a commit on the hub does not change
     origin = _format_hub_origin(model, folder)
-    notes = _list_notes(folder, origin)
+    notes = _list_notes(folder, origin, config)
     checkpoint = Checkpoint(folder, config, infos, origin, digest, notes=notes)
     _refuse_quantized(checkpoint)
     return checkpoint
@@ -340,10 +338,6 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         with _collect_input_errors(problems):
             path = paths[file] = resolve_checkpoint_file(folder, file, entry)
             states |= get_file_states([path])
-            if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
-                raise InputError(
-                    f"{file} is a Git LFS pointer, not the file; fetch it with `git lfs pull`"
-                )
             stored |= {(info.name, info.file): info for info in read(path, file)}
     if weight_map and not problems:
         problems = [
@@ -356,21 +350,28 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     legacy = entry in LEGACY
     tensors = {info.name: info for info in stored.values()}
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
-    checkpoint = replace(checkpoint, notes=_list_notes(folder, origin))
+    checkpoint = replace(checkpoint, notes=_list_notes(folder, origin, config))
     _refuse_quantized(checkpoint)
     return checkpoint
 
 
-def _list_notes(folder: Path, origin: str) -> tuple[str, ...]:
-    """Return the sentences about files in ``folder`` that look as if they were applied, but are
-    not. ``origin`` is the model's name in them.
+def _list_notes(folder: Path, origin: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the sentences about what is in ``folder`` but is not applied, and what its ``config``
+    switches off. ``origin`` is the model's name in them.
     """
-    if not os.path.lexists(folder / ADAPTER):
-        return ()
-    return (
-        f"{origin}: the adapter beside the model ({ADAPTER}) is not applied; to convert both, merge"
-        " it first (merge_and_unload of PEFT)",
-    )
+    notes = []
+    if os.path.lexists(folder / ADAPTER):
+        notes.append(
+            f"{origin}: the adapter beside the model ({ADAPTER}) is not applied; to convert both,"
+            " merge it first (merge_and_unload of PEFT)"
+        )
+    # left behind by a training with gradient checkpointing
+    if config.get("use_cache") is False:
+        notes.append(
+            f"{origin}: use_cache is false in {CONFIG}, so transformers generates without a KV"
+            " cache, however small; set it to true there and in generation_config.json"
+        )
+    return tuple(notes)
 
 
 @contextmanager
@@ -398,7 +399,8 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
             )
     config = checkpoint.config
     keys = "quantization_config", "compression_config", "quantization"
-    settings = next((config[key] for key in keys if config.get(key)), None)
+    key = next((key for key in keys if config.get(key)), "")
+    settings = config.get(key)
     packed = [
         info.name
         for info in checkpoint.tensors.values()
@@ -414,6 +416,8 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
         evidence = f"by MLX, {evidence}"
     files = {info.file for info in checkpoint.tensors.values()}
     advice = DEQUANTIZE
+    if FLOAT_DTYPES.issuperset(info.dtype for info in checkpoint.tensors.values()):
+        advice += f"; if its floats are dequantized weights already, remove {key} from {CONFIG}"
     if files == {SINGLE} and (folder / INDEX).exists():
         advice = f"{SINGLE} goes before {INDEX}; move it away to use the files of the index"
     raise InputError(f"{checkpoint.origin}: its weights are quantized ({evidence}); {advice}")

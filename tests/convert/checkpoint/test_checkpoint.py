@@ -120,7 +120,14 @@ def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_a
 
 
 @pytest.mark.parametrize(
-    "part", ["_orig_mod.", "module.", "layers.0._fsdp_wrapped_module.", "q_proj.lora_A."]
+    "part",
+    [
+        "_orig_mod.",
+        "module.",
+        "layers.0._fsdp_wrapped_module.",
+        "layers.0._orig_module.",
+        "q_proj.lora_A.",
+    ],
 )
 def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(
     folder: Path, refused: Any, part: str
@@ -172,6 +179,29 @@ def test_kinds_of_quantization_are_named(
         open_checkpoint(folder)
     assert kind in caught.value.message
     assert "docs/questions.md" in caught.value.message
+
+
+def test_settings_that_a_dequantized_model_keeps_are_named(folder: Path, refused: Any) -> None:
+    """As merging a LoRA adapter of a quantized model leaves them."""
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    save_file({"w.weight": torch.ones(1)}, folder / "model.safetensors")
+    with refused() as caught:
+        open_checkpoint(folder)
+    assert "remove quantization_config from config.json" in caught.value.message
+    save_file({"w.weight": torch.ones(1).byte()}, folder / "model.safetensors")
+    with refused() as caught:
+        open_checkpoint(folder)
+    assert "remove" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", FIRST])
+def test_pointers_in_place_of_files_are_named(sharded: Path, refused: Any, name: str) -> None:
+    (sharded / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with refused() as caught:
+        open_checkpoint(sharded)
+    assert name in caught.value.message
+    assert "git lfs pull" in caught.value.message
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:

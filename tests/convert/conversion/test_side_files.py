@@ -58,6 +58,13 @@ def test_an_adapter_beside_the_model_is_one_warning(source, tmp_path, capsys):
     assert capsys.readouterr().err.count("warning: ") == 1
 
 
+def test_a_cache_that_is_switched_off_is_one_warning(source):
+    """As training with gradient checkpointing leaves it."""
+    edit(source / "config.json", use_cache=False)
+    (note,) = inspect_checkpoint(source).notes
+    assert "use_cache" in note
+
+
 def test_a_tokenizer_of_any_name_is_passed_on(source, tmp_path):
     (source / "tokenizer.json").rename(source / "tekken.json")
     (source / "tokenizer_config.json").unlink()

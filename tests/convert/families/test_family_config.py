@@ -94,7 +94,9 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = SimpleNamespace(shape=(512, 4096))
     tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = SimpleNamespace(shape=(3, 4))
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = SimpleNamespace(shape=(64,))
+    for buffer in ("inv_freq", "cos_cached", "sin_cached"):  # ColossalAI stores the last two
+        name = f"model.layers.0.self_attn.rotary_emb.{buffer}"
+        tensors[name] = SimpleNamespace(shape=(64,))
     missing, *others = model.list_tensor_problems(tensors)
     assert "experts.1.w1.weight" in missing
     assert "lm_head.weight" in missing
