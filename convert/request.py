@@ -84,10 +84,16 @@ class CalibratedRequest(RunRequest):
     _: KW_ONLY
     layout: Layout | None = option(
         None,
-        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}). free is for transformers and"
-        " vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and loses"
-        " a little more; kvfold brings modeling code, for families without a stock MLA class.",
+        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}, or kvfold where no stock"
+        " class can hold the result). free is for transformers and vLLM's Transformers backend;"
+        " engine is for vLLM, SGLang, llama.cpp and mlx-lm, and loses a little more; kvfold brings"
+        " modeling code, for models that no stock MLA class can hold.",
         targets=("mla",),
+    )
+    context: int | None = _latent(
+        "Shorten the context of an MLA result to N tokens, for a stock class that has neither the"
+        " source's sliding windows nor other frequencies for long texts.",
+        minimum=2,
     )
     calibration: tuple[str, ...] = option(
         (),

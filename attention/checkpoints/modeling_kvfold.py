@@ -30,12 +30,15 @@ class FixedRotaryEmbedding(nn.Module):
     radians per position.
 
     Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies the rotated dims (YaRN's
-    attention factor).
+    attention factor). As in transformers' longrope, texts of more than ``short_context`` tokens
+    have ``long_frequencies``, if the layer's ``values`` name both.
     """
 
-    def __init__(self, frequencies: list[float], amplitude: float) -> None:
+    def __init__(self, values: dict[str, Any], amplitude: float) -> None:
         super().__init__()
-        self.frequencies = frequencies
+        frequencies: list[float] = values["frequencies"]
+        self.frequencies = [frequencies, values.get("long_frequencies", frequencies)]
+        self.short_context: int | None = values.get("short_context")
         self.amplitude = amplitude
         self._table: Tensor | None = None  # no buffer: it must stay float32 when the model is cast
 
@@ -46,7 +49,11 @@ class FixedRotaryEmbedding(nn.Module):
         # vLLM traces the model first, which leaves a proxy here
         if not isinstance(self._table, Tensor) or self._table.device != x.device:
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
-        angles = positions[:, None, :, None].to(x.device).float() * self._table
+        positions = positions.to(x.device)
+        table = self._table[0]
+        if self.short_context is not None:
+            table = torch.where(positions.max() < self.short_context, table, self._table[1])
+        angles = positions[:, None, :, None].float() * table
         cos = (self.amplitude * angles.cos()).to(x.dtype)
         sin = (self.amplitude * angles.sin()).to(x.dtype)
         pairs = cos.shape[-1]
@@ -133,7 +140,7 @@ class GroupedSelfAttention(SelfAttention):
         self.num_key_value_groups = self.heads // values["kv_heads"]
         self.clip: float | None = values.get("clip")
         if values["frequencies"]:
-            self.rotation = FixedRotaryEmbedding(values["frequencies"], values["amplitude"])
+            self.rotation = FixedRotaryEmbedding(values, values["amplitude"])
 
     def attend(
         self,
@@ -228,7 +235,7 @@ class LatentSelfAttention(SelfAttention):
                 self.q_rope_proj = nn.Linear(self.head_dim, rope_query_dim, bias=False)
         if self.rope_dim:
             # an amplitude is part of the weights
-            self.rotation = FixedRotaryEmbedding(values["frequencies"], 1.0)
+            self.rotation = FixedRotaryEmbedding(values, 1.0)
         self.num_key_value_groups = 1
 
     def attend(

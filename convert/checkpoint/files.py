@@ -204,6 +204,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     config = parse_json_object(path, data)
     tables = [config]
     for table in tables:
+        for key in ("type", "rope_type"):
+            if table.get(key) == "su":  # the first name of longrope, in Phi-3's first configs
+                table[key] = "longrope"
         for key, value in table.items():
             if isinstance(value, dict) and key not in QUANTIZATION_KEYS:
                 tables.append(value)  # of wrappers

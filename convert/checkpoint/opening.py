@@ -185,6 +185,17 @@ class Checkpoint:
         for chunk in self.read_tensor_chunks(name, STEP // 4):
             yield view_as_bytes(cast_floats(chunk, TORCH_DTYPES[dtype], name))
 
+    def has_equal_tensors(self, first: str, second: str) -> bool:
+        """True if two tensors have the same dtype, shape and bytes; False if only their headers are
+        here.
+        """
+        info = self.tensors[first]
+        other = self.tensors[second]
+        if (info.dtype, info.shape) != (other.dtype, other.shape) or info.file not in self.paths:
+            return False
+        steps = (self.read_bytes_as(name, info.dtype) for name in (first, second))
+        return all(left == right for left, right in zip(*steps, strict=True))
+
     def compute_model_digest(self) -> str:
         """Return one SHA-256 for the whole model: of config.json and of every tensor's name, dtype,
         shape and bytes. It does not depend on how the tensors are divided into files.

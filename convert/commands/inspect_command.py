@@ -76,6 +76,8 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
     layers.append(f"biases on {', '.join(inspection.biases)}" if inspection.biases else "no biases")
     if inspection.qk_norm:
         layers.append(f"{inspection.qk_norm} norm on queries and keys")
+    reasons = ", ".join(inspection.not_stock)
+    context = inspection.max_context
     cache = inspection.cache
     sizes = [f"{format_bytes(cache.bytes_per_token)} per token"]
     sizes += [f"{format_bytes(size)} at {context}" for context, size in cache.bytes.items()]
@@ -89,6 +91,7 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
             f"{inspection.rotary_dims} of {inspection.head_dim} dims in"
             f" {inspection.rotary_layers} layers, {inspection.rope}",
         ),
+        ("context", f"{context} tokens" if context else ""),
         ("windows", ", ".join(map(str, inspection.windows))),
         (
             "weights",
@@ -101,5 +104,6 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
         ),
         *(("warning", note) for note in inspection.notes),
         *(("no MLA", reason) for reason in inspection.not_mla),
+        ("MLA", reasons and f"in layout kvfold, because no stock MLA class has {reasons}"),
         *(("engines", support.to_text()) for support in inspection.engines),
     ]

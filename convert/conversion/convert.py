@@ -98,7 +98,7 @@ def _plan_dry_run(request: ConvertRequest) -> Conversion:
     """Plan the conversion for ``--dry-run`` without writing anything. Of a hub model only the
     headers are fetched; a local folder without weights needs only its config.json.
     """
-    checkpoint = checkpoint_from_config(request) or open_checkpoint_headers(request.model)
+    checkpoint = checkpoint_from_config(request.model) or open_checkpoint_headers(request.model)
     with closing(checkpoint):
         resolve_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
         plan = make_plan(request, checkpoint)

@@ -12,6 +12,7 @@ from kvfold.convert.methods.registry import DEFAULT
 from kvfold.convert.options import format_argv
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
 from kvfold.convert.targets.engines import (
+    describe_mla_model,
     propose_mla_sizes_by_saving,
     propose_mla_sizes_with_kernels,
 )
@@ -115,13 +116,14 @@ def request_larger_cache(plan: Plan) -> ConvertRequest | None:
     key/value heads, or a larger latent. None if there is none.
     """
     request = plan.request
-    if request.to != "mla":
+    if plan.latent is None:
         larger = [count for count in list_kv_heads(plan.geometry) if count > plan.result.kv_heads]
         return replace(request, to="gqa", kv_heads=larger[-1]) if larger else None
     cached = plan.result.count_cache_elements()
-    specs = propose_mla_sizes_with_kernels(plan.model, (request.resolved_layout,))
-    specs += propose_mla_sizes_by_saving(plan.model, request.layout)
-    budgets = [spec.kv_rank + spec.rope_dim for spec in specs]
+    layout = plan.latent.layout
+    specs = propose_mla_sizes_with_kernels(plan.model, (layout,))
+    specs += propose_mla_sizes_by_saving(plan.model, layout)
+    budgets = [describe_mla_model(plan.model, spec).count_cache_elements() for spec in specs]
     larger = [budget for budget in budgets if budget > cached]
     if not larger or not plan.method.reads_text:
         return None

@@ -2,10 +2,11 @@
 before any weight is read.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import (
@@ -29,7 +30,7 @@ from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.families.stored_tensors import list_unused_tensors, match_stored_tensors
 from kvfold.convert.methods.registry import Method, find_method_without_text
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.custom_code import needs_custom_code, plan_custom_fold
+from kvfold.convert.targets.custom_code import get_source_type, needs_custom_code, plan_custom_fold
 from kvfold.convert.targets.engines import (
     EngineSupport,
     ServedModel,
@@ -37,9 +38,16 @@ from kvfold.convert.targets.engines import (
     describe_mla_model,
     list_engine_support,
 )
-from kvfold.convert.targets.mla.layout import plan_mla_output
-from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_mla_problems
+from kvfold.convert.targets.mla.layout import format_context, plan_mla_output
+from kvfold.convert.targets.mla.spec import (
+    MlaSpec,
+    choose_mla_layout,
+    count_cached_divisors,
+    is_mla_config,
+    list_mla_problems,
+)
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
+from kvfold.convert.targets.properties import list_lost_properties
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
@@ -108,6 +116,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     tensors do not match config.json or the target is not possible.
     """
     model, checkpoint = match_model(checkpoint)
+    model, checkpoint = match_model(correct_tied_flag(model, checkpoint))
     non_float_tensors = [
         f"{name} is {checkpoint.tensors[name].dtype}"
         for name in model.tensors  # buffers beside weights and biases may hold whole numbers
@@ -119,10 +128,19 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             " use a checkpoint whose weights are not quantized"
         )
     model.check_config_values()
-    request = request.resolve_auto_length(model.geometry.positions)
+    positions = model.geometry.positions
+    if request.context is not None:
+        if request.context > positions:
+            raise option_error(
+                "context", request.context, f"must be at most the source's, {positions} tokens"
+            )
+        model = model.shorten_context(request.context)
+    positions = model.geometry.positions
+    # Methods assume the rotary frequencies of short texts.
+    request = request.resolve_auto_length(model.short_context or positions)
     count = processes.world_size()
     if request.calibrated:
-        check_seq_len(request.calibration_length, model.geometry.positions, checkpoint.origin)
+        check_seq_len(request.calibration_length, positions, checkpoint.origin)
         if request.samples < count:
             raise option_error(
                 "samples",
@@ -133,7 +151,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         return _plan_fold(request, checkpoint, model)
     plan = plan_mla(request, checkpoint, model, list_mla_specs(request, model)[-1])
     if request.budget is not None:
-        plan = replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
+        kind = f"MLA, split by measured drift{format_context(model)}"
+        plan = replace(plan, output=replace(plan.output, kind=kind))
     return plan
 
 
@@ -169,6 +188,24 @@ def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Mod
         )
     stored = checkpoint.stored or checkpoint.tensors
     return model, replace(checkpoint, tensors=tensors, stored=stored, notes=tuple(notes))
+
+
+def correct_tied_flag(model: Model, checkpoint: Checkpoint) -> Checkpoint:
+    """Return ``checkpoint`` with ``tie_word_embeddings: false`` in its config if its files have an
+    output head that differs from the embedding, as many full fine-tunes of tied models end.
+    """
+    key = "tie_word_embeddings"
+    head = model.family.tensors.get("head")
+    (embedding,) = model.names_by_role["embedding", None]
+    tied = model.block.tied or checkpoint.config.get(key)
+    if not tied or head is None or head.name not in checkpoint.tensors:
+        return checkpoint
+    if checkpoint.has_equal_tensors(embedding, head.name):
+        return checkpoint
+    config = {**checkpoint.config, key: False}
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = {**config["text_config"], key: False}
+    return replace(checkpoint, config=config)
 
 
 def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:
@@ -233,6 +270,17 @@ def _build_plan(
     """Return the plan with the given parts, distribute the output tensors over weight files, and
     find which engines can serve the output.
     """
+    config = output.config
+    if latent is not None:  # the frequencies, which nothing here depends on, are chosen later
+        theta = [[1.0] * (latent.rope_dim // 2)] * model.geometry.layers
+        config = output.with_frequencies(theta).config
+    names = [tensor.name for tensor in output.tensors]
+    if lost := list_lost_properties(model, config, names):
+        raise InputError(
+            f"{checkpoint.origin}: the result would compute something else than the source; use"
+            " another --to or --layout",
+            lost,
+        )
     shards = tuple(assign_shards(output.tensors, request.shard_bytes))
     return Plan(
         request=request,
@@ -251,11 +299,11 @@ def _build_plan(
     )
 
 
-def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
-    """Return a checkpoint without weights, built from the config.json in the folder of ``request``,
-    for a dry run. None if the folder has weights or the model is on the hub.
+def checkpoint_from_config(model: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return a checkpoint without weights, built from the config.json in the folder ``model``, for
+    a dry run or an inspection. None if the folder has weights or the model is on the hub.
     """
-    folder = Path(request.model).resolve()
+    folder = Path(model).resolve()
     if not (folder / CONFIG).is_file() or any(
         path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()
     ):
@@ -263,23 +311,35 @@ def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
     config, digest = read_config(folder)
     config.pop("quantization_config", None)
     # Names and shapes are the family's, in the dtype that the config names.
-    names = {name: dtype for dtype, name in TORCH_NAMES.items()}
-    dtype = names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+    dtype = read_config_dtype(config)
     infos = {}
     end = 0
-    for tensor in make_model(config).tensors.values():
+    converted = is_mla_config(config) or get_source_type(config) is not None
+    for tensor in () if converted else make_model(config).tensors.values():
         start = end
         end = end + count_tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
     return Checkpoint(folder, config, infos, decode_file_name(folder), digest)
 
 
+def read_config_dtype(config: Mapping[str, Any]) -> str:
+    """Return the safetensors dtype that a config.json names, or BF16."""
+    names = {name: dtype for dtype, name in TORCH_NAMES.items()}
+    return names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+
+
 def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     """List the ways to divide the requested MLA cache into latent channels and rotary dims, in
     ascending rotary dims; a single one without ``--budget``. Raises InputError if none is possible.
     """
-    custom_code = request.layout is None and needs_custom_code(model)
-    layout = "kvfold" if custom_code else request.resolved_layout
+    layout = request.layout or choose_mla_layout(model)
+    if request.context and layout == "kvfold":
+        raise option_error(
+            "context",
+            request.context,
+            "has no effect in layout kvfold, which keeps the context of"
+            f" {model.geometry.positions} tokens; omit it, or use --layout free",
+        )
     rotated = request.rotate_latent
     if request.budget is None:
         specs = [MlaSpec(request.kv_rank or 0, request.rope_dim or 0, layout, rotated)]

@@ -25,6 +25,7 @@ from kvfold.convert.conversion.memory import (
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name, make_record
 from kvfold.convert.formatting import format_bytes, format_duration, format_labeled_rows
+from kvfold.convert.targets.mla.spec import list_stock_limits
 from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
 from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
 
@@ -118,6 +119,7 @@ class Conversion:
         cost = f"{size}, {format_duration(self.seconds)}"
         rows = [
             ("made", f"{describe_conversion(plan)} in {self.written}: {cost}"),
+            ("layout", explain_layout(plan)),
             ("cache", describe_cache(plan)),
         ]
         if drift is not None:
@@ -138,6 +140,15 @@ def describe_conversion(plan: Plan) -> str:
     ``demo, MHA -> MQA``.
     """
     return f"{plan.checkpoint.origin}, {plan.source_kind} -> {plan.output.kind}"
+
+
+def explain_layout(plan: Plan) -> str:
+    """Return why the result is in layout ``kvfold`` although the user named no layout, or an empty
+    string.
+    """
+    if plan.latent is None or plan.latent.layout != "kvfold" or plan.request.layout is not None:
+        return ""
+    return f"kvfold, because no stock MLA class has {', '.join(list_stock_limits(plan.model))}"
 
 
 def describe_cache(plan: Plan) -> str:
@@ -171,6 +182,7 @@ def summarize_plan(plan: Plan) -> str:
     copied = len(plan.output.tensors) - computed
     rows = [
         ("plan", describe_conversion(plan)),
+        ("layout", explain_layout(plan)),
         ("cache", describe_cache(plan)),
         ("tensors", f"{copied} copied, {computed} computed, in {len(plan.shards)} files"),
     ]

@@ -52,6 +52,8 @@ class WrapperPrefixes:
 _FOLDER = Path(__file__).parent
 _FILE = json.loads((_FOLDER / "wrappers.json").read_text(encoding="utf-8"))
 WRAPPERS = {name: MultimodalWrapper(**entry) for name, entry in _FILE["wrappers"].items()}
+# What models without a family have instead of a plain KV cache; the first row that applies counts.
+_REFUSED = json.loads((_FOLDER / "refused.json").read_text(encoding="utf-8"))
 # A wrapper's config leaves out what is the default of the language model's class (transformers
 # 5.23.0).
 DEFAULT_SIZES: dict[str, dict[str, int]] = _FILE["default_sizes"]
@@ -111,7 +113,7 @@ def list_supported_model_types() -> tuple[str, ...]:
     multimodal models.
     """
     names = {path.stem for path in _FOLDER.glob("*.json")}
-    return tuple(sorted(names - {"wrappers", *INNER}))
+    return tuple(sorted(names - {"wrappers", "refused", *INNER}))
 
 
 @cache
@@ -135,6 +137,25 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
     return stated
 
 
+def _explain_refusal(config: Mapping[str, Any], model_type: str) -> str:
+    """Why no family can hold the model of this ``config``, in words that follow its type."""
+    levels = [config, config.get("text_config"), config.get("language_config")]
+    for row in _REFUSED:
+        if model_type in row.get("types", ()):
+            return str(row["reason"])
+        for level in filter(None, levels):
+            if any(level.get(key) for key in row.get("keys", ())):
+                return str(row["reason"])
+            for key, values in row.get("values", {}).items():
+                stated = level.get(key)
+                entries = stated if isinstance(stated, list) else [stated]
+                if any(entry in values for entry in entries):
+                    return str(row["reason"])
+    return (
+        f"is not a supported causal language model or wrapper around one; {_SEE_SUPPORTED_MODELS}"
+    )
+
+
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of the model that a config.json describes; for a multimodal model, the family of
     its language model.
@@ -144,14 +165,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     inner = find_text_type(config)
     if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
-        if model_type.startswith("kvfold_") or config.get("kv_lora_rank"):
-            raise InputError(
-                f"config.json: model_type {model_type!r} is already converted: an MLA model, or"
-                " a model in layout kvfold; convert the model that it was made from instead"
-            )
         raise InputError(
-            f"config.json: model_type {model_type!r} is not a supported causal language model or"
-            f" wrapper around one; {_SEE_SUPPORTED_MODELS}"
+            f"config.json: model_type {model_type!r} {_explain_refusal(config, model_type)}"
         )
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]

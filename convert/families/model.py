@@ -7,6 +7,7 @@ headers and a config.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -220,6 +221,27 @@ class Model:
         """
         how = self.layers[layer]
         return compute_frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
+
+    @property
+    def short_context(self) -> int | None:
+        """The longest text in tokens with the short one of two sets of rotary frequencies
+        (longrope); None if all texts that the model supports have the same frequencies.
+        """
+        table = read_rope_parameters(self.values)
+        if table["rope_type"] != "longrope" or table.get("short_factor") == table.get(
+            "long_factor"
+        ):
+            return None
+        longest = int(read_positive_number(table, "original_max_position_embeddings"))
+        return longest if longest < self.geometry.positions else None
+
+    def shorten_context(self, positions: int) -> "Model":
+        """The same model with a context of ``positions`` tokens. Rotary factors that follow from
+        the context in the config stay.
+        """
+        model = copy(self)
+        model.geometry = replace(self.geometry, positions=positions)
+        return model
 
     def check_config_values(self) -> None:
         """Raise InputError if any value in the config has the wrong type, even if this model does

@@ -13,7 +13,12 @@ from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
-from kvfold.convert.conversion.plan import list_kv_heads, match_model
+from kvfold.convert.conversion.plan import (
+    checkpoint_from_config,
+    list_kv_heads,
+    match_model,
+    read_config_dtype,
+)
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
     find_text_type,
@@ -27,7 +32,6 @@ from kvfold.convert.targets.custom_code import (
     BLOCK,
     get_source_type,
     make_grouped_model,
-    needs_custom_code,
 )
 from kvfold.convert.targets.engines import (
     EngineSupport,
@@ -40,7 +44,13 @@ from kvfold.convert.targets.engines import (
     propose_mla_sizes_by_saving,
     propose_mla_sizes_with_kernels,
 )
-from kvfold.convert.targets.mla.spec import MlaSpec, is_mla_config, list_stock_problems
+from kvfold.convert.targets.mla.spec import (
+    MlaSpec,
+    choose_mla_layout,
+    is_mla_config,
+    list_stock_limits,
+    list_stock_problems,
+)
 from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
@@ -105,6 +115,7 @@ class Inspection:
     engines: which engines serve a converted model.
     targets: the targets of a source; empty for MLA and layout ``kvfold``.
     not_mla: the reasons why a source cannot become MLA.
+    not_stock: the reasons why its MLA needs layout ``kvfold``.
     notes: what a conversion leaves out.
     """
 
@@ -132,6 +143,7 @@ class Inspection:
     engines: list[EngineSupport] = field(default_factory=list)
     targets: list[TargetCache] = field(default_factory=list)
     not_mla: list[str] = field(default_factory=list)
+    not_stock: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,8 +152,8 @@ class Inspection:
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
-    """Describe ``model``, a folder or hub id, from its config and headers. Cache sizes are for one
-    sequence.
+    """Describe ``model``, a folder or hub id, from its config and headers; a folder without weights
+    from its config alone. Cache sizes are for one sequence.
 
     >>> facts = inspect_checkpoint(demo_folder())
     >>> facts.family, facts.attention, facts.layers, facts.cache.cache_elements
@@ -152,7 +164,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     Raises InputError if the checkpoint does not exist, its files are damaged or contradict its
     config, or its family is not supported.
     """
-    with closing(open_checkpoint_headers(model)) as checkpoint:
+    with closing(checkpoint_from_config(model) or open_checkpoint_headers(model)) as checkpoint:
         try:
             return _inspect_opened(checkpoint)
         except InputError as error:
@@ -172,9 +184,10 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
         return _inspect_kvfold_result(checkpoint)
     source, checkpoint = match_model(checkpoint)
     facts = _describe_model(checkpoint, source, describe_folded_model(source))
-    not_mla = [] if needs_custom_code(source) else list_stock_problems(source)
     targets = propose_targets(source, facts["dtype"])
-    return Inspection(**facts, targets=targets, not_mla=not_mla)
+    if choose_mla_layout(source) == "kvfold":
+        return Inspection(**facts, targets=targets, not_stock=list_stock_limits(source))
+    return Inspection(**facts, targets=targets, not_mla=list_stock_problems(source))
 
 
 def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
@@ -201,7 +214,8 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
         facts["head_dim"] += rope_dim
     else:
         (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
-        _, checkpoint = match_model(checkpoint, make_grouped_model(source, kv_heads))
+        if checkpoint.tensors:
+            _, checkpoint = match_model(checkpoint, make_grouped_model(source, kv_heads))
         result = describe_folded_model(source, kv_heads)
         facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
         facts["attention"] = format_attention_label(source.geometry.heads, kv_heads)[:3]
@@ -262,7 +276,7 @@ def _check_latent_shapes(
     ``layers`` is the number of layers.
     """
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
-    if len(shapes) != layers or set(shapes) != {shape}:
+    if checkpoint.tensors and (len(shapes) != layers or set(shapes) != {shape}):
         raise InputError(
             "the tensors of the checkpoint do not match its config.json; check that both are from"
             " the same model",
@@ -307,7 +321,7 @@ def _describe_files(
     """
     infos = checkpoint.tensors.values()
     sizes = checkpoint.count_float_bytes()
-    dtype = max(sizes, key=sizes.__getitem__, default="F32")
+    dtype = max(sizes, key=sizes.__getitem__, default=read_config_dtype(checkpoint.config))
     return {
         "model": checkpoint.origin,
         "notes": list(checkpoint.notes),
@@ -346,8 +360,8 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
         targets[format_mla_options(spec)] = describe_mla_model(model, spec)
     for spec in propose_mla_sizes_by_saving(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
-        options = f"--to mla --budget {spec.kv_rank + spec.rope_dim}"
-        targets[options] = describe_mla_model(model, spec)
+        result = describe_mla_model(model, spec)
+        targets[f"--to mla --budget {result.count_cache_elements()}"] = result
     source_elements = count_cache_elements(model.geometry)
     windows = [layer.window for layer in model.layers]
     return [

@@ -62,7 +62,7 @@ from kvfold.convert.transforms.fold.grouping import PairLosses
 from kvfold.convert.walk.walk import Teacher, Walk, WalkLayer
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
-_OWN_OPTIONS = ("targets", "layout", "out", "within", "quiet")
+_OWN_OPTIONS = ("targets", "layout", "context", "out", "within", "quiet")
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
@@ -265,11 +265,14 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     rows = {}
     with closing(open_checkpoint(request.model)) as checkpoint:
         model = make_model(checkpoint.config, checkpoint.tensors)
+        if request.context is not None:
+            model = model.shorten_context(request.context)
         for options in named or propose_default_targets(model, request.layout):
             target = format_target(options)
-            layout = request.layout if options["to"] == "mla" else None
+            if options["to"] == "mla":
+                options |= {"layout": request.layout, "context": request.context}
             try:
-                conversion = ConvertRequest(**common, **options, layout=layout)
+                conversion = ConvertRequest(**common, **options)
                 plans[target] = make_plan(conversion, checkpoint)
             except InputError as error:
                 raise error.with_prefix(f"--targets {target}") from error

@@ -9,6 +9,7 @@ from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, Layout
 from kvfold.convert.targets.engines import (
+    describe_mla_model,
     propose_mla_sizes_by_saving,
     propose_mla_sizes_with_kernels,
 )
@@ -82,7 +83,8 @@ def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetO
         kernels = propose_mla_sizes_with_kernels(model, (layout or DEFAULT_LAYOUT,))
     targets += [{"to": "mla", "kv_rank": mla.kv_rank, "rope_dim": mla.rope_dim} for mla in kernels]
     if not kernels:
-        budgets = [mla.kv_rank + mla.rope_dim for mla in propose_mla_sizes_by_saving(model, layout)]
+        specs = propose_mla_sizes_by_saving(model, layout)
+        budgets = [describe_mla_model(model, mla).count_cache_elements() for mla in specs]
         targets += [{"to": "mla", "budget": budget} for budget in budgets]
     if not targets:
         raise InputError(

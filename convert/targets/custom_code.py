@@ -57,11 +57,12 @@ def plan_custom_fold(
     """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in layout
     ``kvfold``, stored as ``dtype``.
 
-    Raises InputError if the rotary frequencies depend on the length of the text.
+    Raises InputError if every length of a text has rotary frequencies of its own.
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies
     # describe the model.
-    frequencies, amplitude = source.compute_frequencies(0)
+    frequencies, amplitude = source.compute_frequencies(0, "short")
+    theta = [frequencies] * len(source.layers) if source.short_context else ()
     clip = source.layers[0].clip
     facts = {
         "variant": "grouped",
@@ -79,7 +80,7 @@ def plan_custom_fold(
     ]
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
-        config=build_custom_config(source, checkpoint, facts, dtype),
+        config=build_custom_config(source, checkpoint, facts, dtype, theta),
         tensors=plan_custom_tensors(source, checkpoint, shapes, dtype),
         code=CODE,
         model=target,
@@ -97,7 +98,8 @@ def build_custom_config(
     """Return ``config.json`` in layout ``kvfold``. ``facts`` are the entries of its block
     ``kvfold`` that only GQA, or only MLA, has.
 
-    ``theta [layers][P/2]``: each layer's frequencies, if they may differ.
+    ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Where the source has
+    others for texts above a number of tokens, ``short_context``, both are in the block.
     """
     family = source.family
     size = source.geometry
@@ -112,13 +114,20 @@ def build_custom_config(
         "attention_dropout": evaluate_expression(family.attention.dropout, source.values),
         "output_dropout": evaluate_expression(family.attention.output_dropout, source.values),
     }
+    if source.short_context:
+        block["short_context"] = source.short_context
     # Facts that all layers share stand once, so that configs of uniform models stay short.
     rows: list[dict[str, Any]] = [
         {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
         for layer in source.layers
     ]
-    for row, frequencies in zip(rows, theta, strict=False):  # none unless they may differ
-        row["frequencies"] = list(frequencies)
+    for layer, frequencies in enumerate(theta):  # none unless they may differ
+        rows[layer]["frequencies"] = list(frequencies)
+        if source.short_context:
+            long, _ = source.compute_frequencies(layer, "long")
+            pairs = dict(zip(source.compute_frequencies(layer, "short")[0], long, strict=True))
+            # A layer that does not rotate has slots of another one, and nothing in them.
+            rows[layer]["long_frequencies"] = [pairs.get(angle, angle) for angle in frequencies]
     shared = {name for name, value in rows[0].items() if all(row[name] == value for row in rows)}
     block |= {
         name: value for name, value in rows[0].items() if name in shared and value is not None

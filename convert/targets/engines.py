@@ -25,6 +25,7 @@ from kvfold.convert.targets.mla.spec import (
     KERNEL_CACHES,
     KERNEL_HEADS,
     MlaSpec,
+    choose_mla_layout,
     count_cached_divisors,
     list_mla_problems,
 )
@@ -217,11 +218,13 @@ def propose_mla_sizes_by_saving(model: Model, layout: Layout | None = None) -> l
     Each is a spec in ``layout``, by default that of a conversion, with one of the splits that
     ``--budget`` chooses from; those that the layout cannot express are left out.
     """
-    layout = layout or ("kvfold" if needs_custom_code(model) else "free")
+    layout = layout or choose_mla_layout(model)
     rope = 2 if model.geometry.rotary_dims else 0
-    budgets = [count_cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS]
+    present = count_cache_elements(model.geometry)
+    budgets = [present // divisor for divisor in _CACHE_DIVISORS]
+    other = rope + count_cached_divisors(model, MlaSpec(present, rope, layout=layout))
     specs = [
-        MlaSpec(budget - rope, rope, layout=layout)
+        MlaSpec(budget - other, rope, layout=layout)
         for budget in budgets
         if budget not in KERNEL_CACHES
     ]

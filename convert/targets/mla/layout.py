@@ -46,7 +46,6 @@ from kvfold.convert.targets.mla.spec import (
     ATTENTION,
     MlaSpec,
     collect_mla_sizes,
-    compute_context_length,
     count_cached_divisors,
     list_attention_shapes,
 )
@@ -81,7 +80,7 @@ def build_mla_config(
         **model.config,
         **vars(block),
         **collect_mla_sizes(model, spec),
-        "context": compute_context_length(model),
+        "context": model.geometry.positions,
         "mlp_width": model.tensors[down[0]].shape[1],
     }
     if block.sparse:
@@ -113,7 +112,7 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     """
     engine = spec.layout == "engine"
     sparse = model.block.sparse
-    positions = compute_context_length(model)
+    positions = model.geometry.positions
     base = find_rope_base(theta)
     if base is not None and (engine or sparse):
         # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
@@ -237,7 +236,8 @@ def plan_mla_output(
     else:
         tensors = _plan_stock_tensors(model, checkpoint, spec, dtype)
     return MlaCheckpoint(
-        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}{f'+{divisors}' if divisors else ''}"
+        + format_context(model),
         config={},
         tensors=tensors,
         code=CODE if own else None,
@@ -246,6 +246,15 @@ def plan_mla_output(
         checkpoint=checkpoint,
         dtype=dtype,
     )
+
+
+def format_context(model: Model) -> str:
+    """Return the suffix of the kind of attention if ``model`` has a shorter context than its config
+    states, such as " (context 4096)"; otherwise an empty string.
+    """
+    context = model.geometry.positions
+    stated = evaluate_expression(model.family.sizes.positions, model.values)
+    return f" (context {context})" if context < stated else ""
 
 
 def _build_custom_mla_entries(source: Model, spec: MlaSpec) -> dict[str, Any]:

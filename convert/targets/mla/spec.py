@@ -38,7 +38,10 @@ _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
 
 def is_mla_config(config: Mapping[str, Any]) -> bool:
     """True if ``config`` (config.json) is that of a model with latent attention (MLA)."""
-    return config.get("model_type") in ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
+    return (
+        config.get("model_type") in ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
+        and config.get("use_mla") is not False
+    )
 
 
 @dataclass(frozen=True)
@@ -129,17 +132,6 @@ def compute_query_rank(model: Model, spec: MlaSpec) -> int | None:
     )
 
 
-def compute_context_length(model: Model) -> int:
-    """Return the output's context length in tokens: that of the source or, if longrope has two sets
-    of factors, the range of the short ones.
-    """
-    positions = model.geometry.positions
-    table = read_rope_parameters(model.values)
-    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
-        return min(positions, int(table["original_max_position_embeddings"]))
-    return positions
-
-
 def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
     """Return the sizes of ``model`` converted to MLA with ``spec``, by the names that the
     expressions in ``shapes.json`` and ``classes.json`` use.
@@ -182,9 +174,16 @@ def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False
     return [*problems, *_list_size_problems(model, spec, allow_growth)]
 
 
+def choose_mla_layout(model: Model) -> Layout:
+    """Return the layout of an MLA result if the user names none: ``kvfold`` where it can hold
+    ``model`` and no stock class can, otherwise ``free``.
+    """
+    return "kvfold" if list_stock_problems(model) and not _list_custom_problems(model) else "free"
+
+
 def list_stock_problems(model: Model) -> list[str]:
-    """Return one message for each feature of ``model`` that the stock MLA classes cannot express,
-    whatever the sizes.
+    """Return one message with the features of ``model`` that the stock MLA classes cannot express,
+    whatever the sizes; an empty list if there are none.
     """
     kind = model.family.model_type
     if model.tower is not None and not WRAPPERS[kind].any_text:
@@ -192,12 +191,19 @@ def list_stock_problems(model: Model) -> list[str]:
             f"--to mla: {kind} has a fixed language model class without an MLA version; use --to"
             " gqa instead"
         ]
+    features = list_stock_limits(model)
+    if not features:
+        return []
     instead = "--to gqa" if _list_custom_problems(model) else "--layout kvfold"
     return [
-        f"--to mla: {kind} has {feature}, which the stock MLA class cannot express; use {instead}"
+        f"no stock MLA class can express what {kind} has: {', '.join(features)}; use {instead}"
         " instead"
-        for feature in _list_unsupported_features(model, "attention", "stock")
     ]
+
+
+def list_stock_limits(model: Model) -> list[str]:
+    """Return the features of ``model`` that the stock MLA classes cannot express."""
+    return _list_unsupported_features(model, "attention", "stock")
 
 
 def _list_custom_problems(model: Model) -> list[str]:
@@ -205,7 +211,7 @@ def _list_custom_problems(model: Model) -> list[str]:
     ``kvfold``.
     """
     kind = model.family.model_type
-    features = _list_unsupported_features(model, "attention", "kvfold")
+    features = _list_unsupported_features(model, "attention")
     if kind not in SOURCES or model.tower is not None:
         features.append("no latent modules in this layout yet")
     return [
@@ -233,7 +239,9 @@ def _collect_condition_values(model: Model) -> dict[str, Any]:
     """
     layers = model.layers
     norm = model.qk_norm
-    context = compute_context_length(model)
+    positions = model.geometry.positions
+    windows = [layer.window or positions for layer in layers]
+    windows = [window for window in windows if window < positions]
     tables = [read_rope_parameters(model.values, layer.type) for layer in layers]
     rope_types = {table["rope_type"] for table in tables}
     roles = {role for role, _ in model.names_by_role}
@@ -250,10 +258,11 @@ def _collect_condition_values(model: Model) -> dict[str, Any]:
         "rope_type": read_rope_parameters(model.values)["rope_type"],
         "other_rope_types": ", ".join(rope_types.difference(_FEATURES["rope_types"])),
         "rope_tables": sum(table not in tables[:index] for index, table in enumerate(tables)),
-        "positions": model.geometry.positions,
-        "context": context,
+        "positions": positions,
+        "short_context": model.short_context,
         "layers": len(layers),
-        "windows": sum(0 < (layer.window or 0) < context for layer in layers),
+        "windows": len(windows),
+        "shortest_window": min(windows, default=0),
         # Whatever the block says: a tensor that the class has no place for would be lost.
         "other_tensors": ", ".join(sorted(roles.difference(_FEATURES["stock_roles"]))),
         "dense_behind": sparse != list(range(len(layers)))[-len(sparse) :],

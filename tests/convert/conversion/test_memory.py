@@ -52,7 +52,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
 
 def needs(folder, **options):
     request = ConvertRequest(model=folder, out="OUT", **{**FOLD, **options})
-    return estimate_memory_and_disk(make_plan(request, checkpoint_from_config(request)))
+    return estimate_memory_and_disk(make_plan(request, checkpoint_from_config(request.model)))
 
 
 def test_hidden_states_are_in_memory(config_only, monkeypatch):
@@ -85,7 +85,7 @@ def test_too_little_memory_is_blamed_on_the_option_that_needs_it(
     monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 16 << 30)
     request = ConvertRequest(model=config_only, out="OUT", **{**FOLD, **options})
     with refused() as caught:
-        memory.check_memory(make_plan(request, checkpoint_from_config(request)))
+        memory.check_memory(make_plan(request, checkpoint_from_config(request.model)))
     assert caught.value.field == field
     assert advice in caught.value.message
 

@@ -54,9 +54,33 @@ def test_properties_of_a_family_are_listed(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
     normed = inspect_checkpoint(str(tiny_family("qwen3", use_sliding_window=False)))
     assert "rms norm on queries and keys" in format_inspection(normed)
-    reasons = inspect_checkpoint(tiny_family("gemma2")).not_mla
-    assert reasons
-    assert all(reason.startswith("--to mla: gemma2 ") for reason in reasons)
+
+
+def test_a_model_without_a_stock_mla_class_has_targets_in_layout_kvfold(tiny_family):
+    facts = inspect_checkpoint(tiny_family("gemma3_text"))
+    assert facts.not_stock
+    assert not facts.not_mla
+    halved = next(target for target in facts.targets if "--budget" in target.options)
+    assert halved.options == f"--to mla --budget {facts.cache.cache_elements // 2}"
+    assert halved.cache_elements == facts.cache.cache_elements // 2
+
+
+@pytest.mark.parametrize("target", [{}, {"layout": "free"}, {"layout": "kvfold"}])
+def test_a_config_without_weights_is_enough(target, tiny_family, tmp_path):
+    model = tiny_family("qwen3", use_sliding_window=False)
+    if target:
+        out = tmp_path / "out"
+        convert_checkpoint(ConvertRequest(model, out, kv_rank=8, rope_dim=4, **target, **MLA))
+        model = out
+    folder = tmp_path / model.name / "config"
+    folder.mkdir(parents=True)
+    shutil.copy(model / "config.json", folder)
+    found = inspect_checkpoint(folder)
+    facts = inspect_checkpoint(model)
+    assert (found.attention, found.cache) == (facts.attention, facts.cache)
+    assert [target.options for target in found.targets] == [
+        target.options for target in facts.targets
+    ]
 
 
 @pytest.mark.parametrize("layout", [None, "kvfold"])

@@ -54,6 +54,15 @@ def test_targets_are_fitted_in_the_requested_precision(reader, swept):
     assert "bfloat16" in row.command
 
 
+def test_a_shorter_context_is_stated(reader):
+    fold, latent = sweep_checkpoint(
+        SweepRequest(str(reader), "mqa mla:16+8", context=32, **TEXT)
+    ).rows
+    assert latent.kind.endswith("(context 32)")
+    assert "--context" in latent.command
+    assert "--context" not in fold.command
+
+
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     row = swept.rows[3]
     request = row.request

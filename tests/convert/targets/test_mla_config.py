@@ -13,7 +13,7 @@ from kvfold.convert.targets.mla.layout import (
     build_mla_config,
     find_rope_base,
 )
-from kvfold.convert.targets.mla.spec import MlaSpec, compute_context_length, list_mla_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, list_mla_problems
 
 CASES = read_cases(__file__)
 
@@ -55,12 +55,22 @@ def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
         assert problems(model_type, MlaSpec(16, 8), **changes) == []
 
 
-def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
+def test_longrope_needs_a_shorter_context_in_a_stock_class_unless_both_sets_are_equal():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0}
     rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4}
-    for long, context in ([2.0] * 4, 32), ([1.0] * 4, 128):
-        config = config_of("llama", rope_parameters={**rope, "long_factor": long})
-        assert compute_context_length(make_model(config)) == context
+    assert problems(rope_parameters={**rope, "long_factor": [1.0] * 4}) == []
+    model = make_model(config_of("llama", rope_parameters={**rope, "long_factor": [2.0] * 4}))
+    for longer in (model, model.shorten_context(33)):
+        (problem,) = list_mla_problems(longer, MlaSpec(16, 8))
+        assert "--context 32" in problem
+    assert list_mla_problems(model.shorten_context(32), MlaSpec(16, 8)) == []
+
+
+def test_windows_of_the_whole_shortened_context_are_no_problem():
+    model = make_model(config_of("mistral", sliding_window=32))
+    (problem,) = list_mla_problems(model, MlaSpec(16, 8))
+    assert "--context 32" in problem
+    assert list_mla_problems(model.shorten_context(32), MlaSpec(16, 8)) == []
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]

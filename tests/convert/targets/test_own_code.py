@@ -242,7 +242,7 @@ def test_conversions_are_calibrated_checked_and_described(
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention) == (f"kvfold_{name}", attention[:3])
     assert facts.cache.cache_elements == elements
-    with pytest.raises(InputError, match="is output of kvfold in layout kvfold"):
+    with pytest.raises(InputError, match="already converted"):
         convert(out, tmp_path / "again", kv_heads=1)
 
 
@@ -374,7 +374,7 @@ def test_attention_of_the_plug_in_is_that_of_the_checkpoint(
 
 def test_a_traced_rotation_rotates():
     """vLLM traces modules that it serves afterwards."""
-    rotation = modeling_kvfold.FixedRotaryEmbedding([1.0], 1.0)
+    rotation = modeling_kvfold.FixedRotaryEmbedding({"frequencies": [1.0]}, 1.0)
     torch.fx.symbolic_trace(rotation)
     turned = rotation(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[1]]))
     torch.testing.assert_close(turned.flatten(), torch.tensor([0.5403023, 0.8414710]))

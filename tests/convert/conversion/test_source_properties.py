@@ -1,0 +1,181 @@
+"""What a source has besides what its config states, or beyond what a stock MLA class can express:
+the result has it too, or the run says what it lacks.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import precision
+from helpers.checkpoints import convert, full_split, read_json, run_conversion, tensors
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from kvfold.attention import register_models
+from kvfold.convert import ConvertRequest
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.measure.inspect import inspect_checkpoint
+from kvfold.convert.targets.mla import spec
+
+SHORT = 32  # tokens with the first of longrope's two sets of frequencies
+
+
+@pytest.fixture
+def two_heads(tiny_family, tmp_path):
+    """``two_heads(family, equal)``: a model whose config says that its head is the embedding,
+    although its file has a head: another one, or with ``equal`` a copy of the embedding.
+    """
+
+    def make(family: str, equal: bool = False) -> Path:
+        source = tmp_path / "tied"
+        changes = {"tie_word_embeddings": True, "mlp_bias": False, "use_sliding_window": False}
+        shutil.copytree(tiny_family(family, **changes), source)
+        stored = tensors(source)
+        embedding = next(value for name, value in stored.items() if "embed" in name)
+        head = embedding.clone() if equal else torch.randn_like(embedding)
+        save_file({**stored, "lm_head.weight": head}, source / "model.safetensors")
+        return source
+
+    return make
+
+
+@torch.no_grad()
+def compute_logits(folder: Path, length: int = 24) -> torch.Tensor:
+    tokens = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(5))
+    return AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"layout": "free"}),
+        ("qwen3", {"layout": "kvfold"}),
+        ("qwen2", {"to": "gqa", "kv_heads": 8}),
+    ],
+)
+def test_a_head_that_differs_from_the_embedding_stays(family, options, two_heads, tmp_path):
+    register_models()
+    source = two_heads(family)
+    split = full_split(source, 1) if "layout" in options else {}
+    out = convert(source, tmp_path / "out", **{**split, **options})
+    assert read_json(out / "config.json")["tie_word_embeddings"] is False
+    difference = compute_logits(out) - compute_logits(source)
+    assert difference.abs().max() < precision.CONVERTED
+
+
+def test_layout_engine_copies_the_head_that_is_stored(two_heads):
+    options = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "layout": "engine"}
+    source = two_heads("llama")
+    config = read_json(source / "config.json")
+    (source / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    stored = {name: value for name, value in tensors(source).items() if "_proj.bias" not in name}
+    save_file(stored, source / "model.safetensors")
+    plan = make_plan(ConvertRequest(source, "out", **options), open_checkpoint(source))
+    (head,) = [tensor for tensor in plan.output.tensors if tensor.name == "lm_head.weight"]
+    assert head.source == "lm_head.weight"
+
+
+def test_a_stored_copy_of_the_embedding_stays_tied(two_heads, tmp_path):
+    source = two_heads("qwen2", equal=True)
+    out = convert(source, tmp_path / "out", **full_split(source, 1))
+    assert read_json(out / "config.json")["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "part"),
+    [
+        ("qwen2", {"use_bias": False}, "layers.0.self_attn.o_proj.bias"),
+        ("phi", {"qk_layernorm": False}, "layers.0.self_attn.q_layernorm.weight"),
+        ("mixtral", {"num_local_experts": 2}, "layers.0.block_sparse_moe.experts.4.w1.weight"),
+    ],
+)
+def test_other_tensors_that_the_config_denies_are_refused(
+    family, flags, part, tiny_family, tmp_path, refused
+):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_family(family, **flags), source)
+    save_file({**tensors(source), f"model.{part}": torch.ones(64)}, source / "model.safetensors")
+    with refused() as error:
+        convert(source, tmp_path / "out", 2)
+    assert part in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def longrope(tiny_family) -> Path:
+    """A phi3 with other rotary frequencies for texts above ``SHORT`` tokens."""
+    return tiny_family(
+        "phi3",
+        sliding_window=None,
+        num_key_value_heads=2,
+        original_max_position_embeddings=SHORT,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": SHORT,
+        },
+    )
+
+
+def test_longrope_keeps_both_sets_of_frequencies(longrope, tmp_path):
+    register_models()
+    conversion = run_conversion(
+        longrope, tmp_path / "out", allow_growth=True, **full_split(longrope)
+    )
+    assert "layout" in conversion.summary()
+    for length in (SHORT, SHORT + 1, 100):
+        difference = compute_logits(tmp_path / "out", length) - compute_logits(longrope, length)
+        assert difference.abs().max() < precision.CONVERTED
+    source, out = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (longrope, tmp_path / "out")
+    )
+    prompt = torch.arange(3, SHORT)[None]  # the answer passes the switch
+    answers = [
+        model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        for model in (source, out)
+    ]
+    assert torch.equal(*answers)
+
+
+def test_a_shorter_context_lets_a_stock_class_hold_longrope_and_is_stated(
+    longrope, tmp_path, refused
+):
+    out = tmp_path / "out"
+    options = {**full_split(longrope, 1), "layout": "free", "allow_growth": True}
+    for context in (None, SHORT + 1, 10**6):
+        with refused():
+            run_conversion(longrope, out, context=context, **options)
+    conversion = run_conversion(longrope, out, context=SHORT, **options)
+    difference = compute_logits(out, SHORT) - compute_logits(longrope, SHORT)
+    assert difference.abs().max() < precision.CONVERTED
+    stated = f"context {SHORT}"
+    assert stated in conversion.summary()
+    assert stated in (out / "README.md").read_text()
+    assert inspect_checkpoint(out).max_context == SHORT
+    with refused():
+        run_conversion(longrope, tmp_path / "own", context=SHORT, **{**options, "layout": "kvfold"})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "lost"),
+    [
+        ("mistral", {"sliding_window": 32}, "sliding_window"),
+        ("gemma2", {"query_pre_attn_scalar": 8}, "softcap"),
+        ("granite", {"residual_multiplier": 0.5, "mlp_bias": False}, "residual_scale"),
+    ],
+)
+def test_a_property_that_no_rule_knows_is_missed_at_the_end_of_planning(
+    family, changes, lost, tiny_family, monkeypatch, refused
+):
+    monkeypatch.setitem(spec._FEATURES, "stock", [])
+    source = tiny_family(family, **changes)
+    request = ConvertRequest(source, "out", to="mla", kv_rank=8, rope_dim=4, layout="free")
+    with refused() as error:
+        make_plan(request, open_checkpoint(source))
+    assert lost in str(error.value)
