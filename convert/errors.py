@@ -102,7 +102,10 @@ def escape_text(text: str) -> str:
 
 def shorten_repr(value: Any) -> str:
     """The ``repr`` of a value from a file; the middle is left out if it is long."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python refuses to print so many digits
+        return "a number of more than 4300 digits"
 
 
 def list_some(names: Sequence[str]) -> str:

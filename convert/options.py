@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvfold.convert.errors import InputError, format_option, suggest_name
+from kvfold.convert.errors import InputError, format_option, shorten_repr, suggest_name
 
 _TYPE_RULES = {
     bool: "true or false",
@@ -167,7 +167,7 @@ class Request:
                 object.__setattr__(self, name, spec.parse_value(value))
             except ValueError as rule:
                 option_name = name.upper() if spec.argument else format_option(name)
-                problems.append((name, f"{option_name} must be {rule}, not {value!r}"))
+                problems.append((name, f"{option_name} must be {rule}, not {shorten_repr(value)}"))
         problems = problems or list(self.list_problems())
         if problems:
             field, problem_of_option = problems[0]

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvfold.convert.signals import DeferredSignals
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _TOKEN = r"-[0-9a-f]{8}(\.old)?$"
 _ASIDE = ".old"
+_LONGEST_NAME = 255 - len(".") - len(".kvfold-12345678") - len(_ASIDE)  # bytes
 # of Linux's renameat2
 _AT_FDCWD = -100
 _EXCHANGE = 2
@@ -62,6 +64,11 @@ def resolve_output_path(
             f"OUT ({target}) must not be MODEL ({source}), inside it or around it; choose another"
             " OUT"
         )
+    if len(os.fsencode(target.name)) > _LONGEST_NAME:
+        raise InputError(
+            f"{target}: its name is too long for the temporary folder beside it; choose an OUT of"
+            f" at most {_LONGEST_NAME} bytes"
+        )
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
@@ -82,6 +89,16 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
         raise InputError(
             f"{target} exists and is not a readable folder; choose another OUT"
         ) from None
+    shared = target.parent.stat()
+    if shared.st_mode & stat.S_ISVTX and os.geteuid() not in (
+        0,
+        shared.st_uid,
+        target.lstat().st_uid,
+    ):
+        raise InputError(
+            f"{target} belongs to another user and cannot be replaced in {target.parent}; choose"
+            " another OUT"
+        )
     if os.path.ismount(target):
         raise InputError(
             f"{target} is a mount point, which cannot be replaced; choose a folder inside it"

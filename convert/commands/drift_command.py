@@ -19,6 +19,7 @@ from kvfold.convert.console import (
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_verdict
+from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -66,6 +67,15 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
         title = measured.about["converted"]["name"]
         write_drift_report(report, "kvfold drift", title, measured, summary, request.quiet)
     print_result(json_file, measured.to_dict, summary)
+    for model, loss in (
+        (request.model, measured.teacher_loss),
+        (request.out, measured.student_loss),
+    ):
+        if not math.isfinite(loss):
+            raise InputError(
+                f"{model}: its predictions are NaN or infinite; download it or convert again"
+                " (`kvfold verify` finds damaged tensors of a result)"
+            )
 
 
 def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool = False) -> str:

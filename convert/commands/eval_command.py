@@ -1,5 +1,6 @@
 """``kvfold eval``: a converted checkpoint and its source on tasks and long contexts."""
 
+import math
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +12,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
+from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -39,6 +41,12 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
 
     evaluation = eval_checkpoints(request)
     print_result(json_file, lambda: vars(evaluation), format_evaluation(evaluation))
+    for model, key in ((request.model, "source"), (request.out, "student")):
+        if not all(math.isfinite(row[key]) for row in evaluation.rows):
+            raise InputError(
+                f"{model}: its predictions are NaN or infinite; download it or convert again"
+                " (`kvfold verify` finds damaged tensors of a result)"
+            )
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:

@@ -109,6 +109,13 @@ def open_shard_writer(
         with writer.copy_source_tensors(plan.checkpoint, advance):
             yield writer
         writer.finish()
+    if writer.non_finite:
+        print(
+            f"warning: {plan.checkpoint.origin}: NaN or infinite elements were copied as they are,"
+            f" in {len(writer.non_finite)} tensors such as {min(writer.non_finite)}; the model is"
+            " damaged: download it again",
+            file=sys.stderr,
+        )
     for digests in (writer.digests, plan.checkpoint.digests):
         digests.update(ChainMap(*processes.all_gather(digests)))
 
