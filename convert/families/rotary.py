@@ -159,8 +159,9 @@ def compute_frequencies(
                 theta, amplitude = _scale_frequencies_longrope(table, theta, positions, context)
             case _:
                 raise ValueError("only default, linear, llama3, yarn and longrope are supported")
-        if table.get("attention_factor") is not None:
-            amplitude = read_positive_number(table, "attention_factor")
+        factor_key = values.family.rotary.keys.get("attention_factor", "attention_factor")
+        if table.get(factor_key) is not None:
+            amplitude = read_positive_number(table, factor_key)
         return theta, amplitude
     # A quotient by 0, a number beyond float64, the logarithm of none.
     except (ArithmeticError, ValueError) as error:

@@ -156,7 +156,8 @@ class RopeSchema:
 
     ``dims``: the number of rotary dims per head, if the config contains it. ``rotates`` is
     evaluated per layer; a constant false means that the model has no rotary embedding. ``keys``:
-    the config's names for ``rope_theta`` and ``partial_rotary_factor``, if they differ.
+    the config's names for ``rope_theta``, ``partial_rotary_factor`` and ``attention_factor``, if
+    they differ.
     ``by_type``: layer types with a different rotary embedding. ``renamed``: rope types that the
     class treats as another type. ``original_positions``: the class's default for the config key
     ``original_max_position_embeddings``. ``table``: the class's default for ``rope_parameters``, if
