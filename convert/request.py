@@ -148,7 +148,7 @@ class ConvertRequest(CalibratedRequest):
     )
     to: AttentionKind = option(help="Attention kind to convert to; required without --recipe.")
     kv_heads: int | None = option(
-        None, "Key/value heads to keep (gqa).", minimum=1, targets=("gqa",)
+        None, "Key/value heads of the result (gqa).", minimum=1, targets=("gqa",)
     )
     kv_rank: int | None = _latent(
         "Rank of the latent: R cache elements per token per layer (mla).", metavar="R", minimum=1
@@ -177,7 +177,10 @@ class ConvertRequest(CalibratedRequest):
         targets=("mla",),
     )
     allow_growth: bool = option(
-        False, "Allow targets whose cache is not smaller than the source's.", runs=True
+        False,
+        "Allow targets whose cache is not smaller than the source's; more key/value heads are exact"
+        " repetitions, for tensor parallelism.",
+        runs=True,
     )
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,

@@ -57,6 +57,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
+        request = plan.request
         if not request.quiet:
             plan.checkpoint.print_notes()
         check_memory(plan)

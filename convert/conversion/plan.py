@@ -128,6 +128,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             " use a checkpoint whose weights are not quantized"
         )
     model.check_config_values()
+    if request.method is None and (request.kv_heads or 0) > model.geometry.kv_heads:
+        request = replace(request, method="repeat")
     positions = model.geometry.positions
     if request.context is not None:
         if request.context > positions:
@@ -237,6 +239,13 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             " --refine auto",
         )
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
+    if (kv_heads > model.geometry.kv_heads) != (request.resolved_method == "repeat"):
+        raise option_error(
+            "method",
+            request.resolved_method,
+            f"does not suit --kv-heads {kv_heads} of a model with {model.geometry.kv_heads}: repeat"
+            " is for more heads, all others are for fewer; omit --method",
+        )
     dtype = None if request.dtype == "auto" else request.dtype
     custom_code = needs_custom_code(model)
     if request.layout is not None and not custom_code:
@@ -382,18 +391,22 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
     key/value heads.
     """
     present = geometry.kv_heads
-    possible = list_kv_heads(geometry)
+    allowed = list_kv_heads(geometry)
+    multiples = range(present, geometry.heads + 1, present)
+    growth = [count for count in multiples if geometry.heads % count == 0]
     if present == 1 and not allow_growth:
         raise InputError(
             "the model is already MQA, with one key/value head, so fewer heads are impossible;"
-            " `kvfold inspect` lists the possible conversions (--allow-growth converts the model"
-            " anyway)"
+            " --allow-growth repeats it, for tensor parallelism:"
+            f" --kv-heads {', '.join(map(str, growth))}"
         )
-    allowed = [present, *possible] if allow_growth else possible
+    if allow_growth:
+        allowed = [*reversed(growth), *allowed]
     if kv_heads not in allowed:
         raise option_error(
             "kv_heads",
             kv_heads,
-            f"must divide the source's {present} key/value heads, and be smaller without"
-            f" --allow-growth; use {', '.join(map(str, allowed))}",
+            f"must divide the source's {present} key/value heads, or, with --allow-growth, be a"
+            f" multiple of these that divides its {geometry.heads} query heads; use"
+            f" {', '.join(map(str, allowed))}",
         )

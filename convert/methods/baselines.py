@@ -1,5 +1,5 @@
-"""Published baselines, which do not read text: pooled heads for GQA and MQA, factored weights for
-MLA.
+"""Methods that do not read text: published baselines, which pool heads for GQA and MQA or factor
+weights for MLA, and repeated heads.
 """
 
 from kvfold.convert.methods.registry import (
@@ -16,7 +16,7 @@ class _PoolingMethod(Method):
     output projection unchanged.
     """
 
-    targets = ("gqa", "mqa")
+    targets: tuple[str, ...] = ("gqa", "mqa")
     reads_text = False
     pools = True
 
@@ -74,6 +74,26 @@ class RandomHeads(_PoolingMethod):
             layer.weights, layer.kv_heads, seed=layer.seed, layer=layer.index, std=layer.std
         )
         return ConvertedLayer(weights)
+
+
+@register_method
+class RepeatedHeads(_PoolingMethod):
+    """The method ``repeat``: repeats each key/value head, for tensor parallelism over more devices
+    than the source has heads. Chosen for any target with more heads; the result is exact.
+    """
+
+    name = "repeat"
+    targets = ("gqa",)
+    card = (
+        "Each KV head is repeated, so the model computes what its source computes, with a larger"
+        " cache that more devices can share"
+    )
+
+    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+        """Return the layer with each key/value head repeated."""
+        from kvfold.convert.transforms.fold import pool
+
+        return ConvertedLayer(pool.repeat_heads(layer.weights, layer.kv_heads))
 
 
 @register_method

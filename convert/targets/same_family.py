@@ -66,6 +66,12 @@ def plan_stock_fold(
         copied = tensor is None or set(roles).isdisjoint(tensor.roles)
         dtype_name = choose_output_dtype(info.dtype, dtype)
         tensors.append(OutputTensor(name, dtype_name, shape, name if copied else None))
+    # The norms of key heads that are added, where each head has a tensor.
+    added = [tensor for name, tensor in target.tensors.items() if name not in source.tensors]
+    for tensor in added:
+        like = next(old for old in source.tensors.values() if old.roles == tensor.roles)
+        dtype_name = choose_output_dtype(checkpoint.tensors[like.name].dtype, dtype)
+        tensors.append(OutputTensor(tensor.name, dtype_name, tensor.shape, None))
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
         config=config,

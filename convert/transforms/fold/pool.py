@@ -38,6 +38,14 @@ def keep_first_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeigh
     return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
+def repeat_heads(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
+    """Repeat each key/value head bit for bit, ``[G, D, E] -> [kv_heads, D, E]``; each query head
+    reads a copy of the head that it read before.
+    """
+    times = kv_heads // weights.kv_heads
+    return pool_heads(weights, kv_heads, lambda heads: heads.repeat_interleave(times, 0))
+
+
 def draw_random_heads(
     weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int
 ) -> AttentionWeights:
@@ -74,7 +82,8 @@ def pool_heads(
     norm = weights.k_norm
     if norm is not None:
         # A shared norm repeats one stored row: copying it is exact, while averaging might round it.
-        norm = norm.map_tensors((lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
+        copies = norm.shared and kv_heads <= weights.kv_heads
+        norm = norm.map_tensors((lambda rows: rows[:kv_heads].clone()) if copies else pool)
     return replace(
         weights,
         k=pool(weights.k),

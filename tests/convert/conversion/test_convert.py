@@ -161,6 +161,21 @@ def test_gqa_sources_fold_further_and_as_many_heads_as_before_are_bit_identical(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_more_heads_are_repetitions(source, tmp_path, refused):
+    convert(source, tmp_path / "one", to="mqa")
+    growth = {"kv_heads": 4, "method": None, "allow_growth": True}
+    convert(tmp_path / "one", tmp_path / "four", **growth)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    before = tensors(tmp_path / "one")[name]
+    assert torch.equal(tensors(tmp_path / "four")[name], before.repeat(4, 1))
+    for wrong in ({"method": "mean"}, {"allow_growth": False}, {"kv_heads": 3}, {"kv_heads": 16}):
+        with refused():
+            convert(tmp_path / "one", tmp_path / "out", **(growth | wrong))
+    with refused() as caught:
+        convert(source, tmp_path / "out", method="repeat")
+    assert caught.value.field == "method"
+
+
 def test_plain_transformers_uses_it(tmp_path):
     out = tmp_path / "out"
     convert(demo_folder(), out, kv_heads=4)

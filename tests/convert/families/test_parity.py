@@ -59,6 +59,17 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
 
 
 @pytest.mark.parametrize(
+    "name",
+    mostly_slow([name for name in list_supported_model_types() if name not in CLASSICS], 8),
+)
+def test_repeated_heads_compute_the_same(name, tiny_family, tmp_path):
+    source = tiny_family(name, num_key_value_heads=2)
+    convert(source, tmp_path / "out", kv_heads=4, method=None)
+    assert read_model(tmp_path / "out").geometry.kv_heads == 4
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
     ("name", "heads", "groups"),
     mostly_slow(
         ((name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(list_supported_model_types())),
