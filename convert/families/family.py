@@ -137,14 +137,16 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
     return stated
 
 
-def _explain_refusal(config: Mapping[str, Any], model_type: str) -> str:
+def _explain_refusal(config: Mapping[str, Any]) -> str:
     """Why no family can hold the model of this ``config``, in words that follow its type."""
     levels = [config, config.get("text_config"), config.get("language_config")]
     for row in _REFUSED:
-        if model_type in row.get("types", ()):
-            return str(row["reason"])
-        for level in filter(None, levels):
-            if any(level.get(key) for key in row.get("keys", ())):
+        for level in levels:
+            if not isinstance(level, Mapping):
+                continue
+            if level.get("model_type") in row.get("types", ()) or any(
+                level.get(key) for key in row.get("keys", ())
+            ):
                 return str(row["reason"])
             for key, values in row.get("values", {}).items():
                 stated = level.get(key)
@@ -165,9 +167,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     model_type = str(config.get("model_type"))
     inner = find_text_type(config)
     if (inner or model_type) not in list_supported_model_types() and inner not in INNER:
-        raise InputError(
-            f"config.json: model_type {model_type!r} {_explain_refusal(config, model_type)}"
-        )
+        raise InputError(f"config.json: model_type {model_type!r} {_explain_refusal(config)}")
     family = load_family(inner or model_type)
     known = [family.architecture, *family.also]
     if inner is not None:

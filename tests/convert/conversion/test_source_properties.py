@@ -143,6 +143,17 @@ def test_longrope_keeps_both_sets_of_frequencies(longrope, tmp_path):
     assert torch.equal(*answers)
 
 
+def test_the_first_name_of_longrope_is_read_and_not_written(longrope, tmp_path):
+    source = shutil.copytree(longrope, tmp_path / "source")
+    config = read_json(source / "config.json")
+    table = {**config.pop("rope_parameters"), "type": "su"}
+    del table["rope_type"]
+    (source / "config.json").write_text(json.dumps({**config, "rope_scaling": table}))
+    out = convert(source, tmp_path / "out", 2)
+    difference = compute_logits(out, SHORT + 1) - compute_logits(longrope, SHORT + 1)
+    assert difference.abs().max() < precision.CONVERTED
+
+
 def test_a_shorter_context_lets_a_stock_class_hold_longrope_and_is_stated(
     longrope, tmp_path, refused
 ):

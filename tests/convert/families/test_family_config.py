@@ -76,6 +76,13 @@ def values(case) -> str:
     return "-".join(f"{key}={value}" for key, value in case.items())[:60]
 
 
+@pytest.mark.parametrize(("config", "reason"), CASES["explained"], ids=str)
+def test_a_model_without_a_family_is_told_what_it_lacks(config, reason, refused):
+    with refused() as error:
+        make_model(config)
+    assert reason in str(error.value)
+
+
 @pytest.mark.parametrize("changes", CASES["refused"], ids=values)
 def test_a_wrong_value_or_an_unsupported_model_is_an_error(changes, refused):
     config = {**LLAMA, "num_key_value_heads": 32, "architectures": None, **changes}
