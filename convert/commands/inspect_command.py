@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import STDOUT, print_result
+from kvfold.convert.errors import list_some
 from kvfold.convert.formatting import (
     count_columns,
     format_bytes,
@@ -76,7 +77,7 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
     layers.append(f"biases on {', '.join(inspection.biases)}" if inspection.biases else "no biases")
     if inspection.qk_norm:
         layers.append(f"{inspection.qk_norm} norm on queries and keys")
-    reasons = ", ".join(inspection.not_stock)
+    reasons = list_some(inspection.not_stock)
     context = inspection.max_context
     cache = inspection.cache
     sizes = [f"{format_bytes(cache.bytes_per_token)} per token"]

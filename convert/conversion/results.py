@@ -24,6 +24,7 @@ from kvfold.convert.conversion.memory import (
 )
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name, make_record
+from kvfold.convert.errors import list_some
 from kvfold.convert.formatting import format_bytes, format_duration, format_labeled_rows
 from kvfold.convert.targets.mla.spec import list_stock_limits
 from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
@@ -148,7 +149,7 @@ def explain_layout(plan: Plan) -> str:
     """
     if plan.latent is None or plan.latent.layout != "kvfold" or plan.request.layout is not None:
         return ""
-    return f"kvfold, because no stock MLA class has {', '.join(list_stock_limits(plan.model))}"
+    return f"kvfold, because no stock MLA class has {list_some(list_stock_limits(plan.model))}"
 
 
 def describe_cache(plan: Plan) -> str:

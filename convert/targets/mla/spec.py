@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
+from kvfold.convert.errors import list_some
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import read_rope_parameters
@@ -196,7 +197,7 @@ def list_stock_problems(model: Model) -> list[str]:
         return []
     instead = "--to gqa" if _list_custom_problems(model) else "--layout kvfold"
     return [
-        f"no stock MLA class can express what {kind} has: {', '.join(features)}; use {instead}"
+        f"no stock MLA class can express what {kind} has: {list_some(features)}; use {instead}"
         " instead"
     ]
 
