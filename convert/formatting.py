@@ -49,6 +49,11 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
+def format_count(count: int, unit: str) -> str:
+    """``count`` with its unit in the singular or plural, such as "1 thread"."""
+    return f"{count} {unit}{'s' * (count != 1)}"
+
+
 def count_columns() -> int:
     """The columns of the terminal, at most 100; 100 if the output is no terminal."""
     return min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)

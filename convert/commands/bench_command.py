@@ -10,7 +10,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
-from kvfold.convert.formatting import format_bytes, format_labeled_rows, format_table
+from kvfold.convert.formatting import format_bytes, format_count, format_labeled_rows, format_table
 from kvfold.convert.request import BenchRequest
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def format_benchmark(benchmark: "Benchmark") -> str:
     timed has the reason in its row.
     """
     versions = ", ".join(f"{name} {version}" for name, version in benchmark.versions.items())
-    device = f"{benchmark.device}, {benchmark.threads} threads, {benchmark.dtype}"
+    device = f"{benchmark.device}, {format_count(benchmark.threads, 'thread')}, {benchmark.dtype}"
     lines = [format_labeled_rows([("device", device), ("versions", versions)])]
     combinations = {(row["context"], row["batch"]) for row in benchmark.rows}
     for context, batch in sorted(combinations):

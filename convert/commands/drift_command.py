@@ -21,6 +21,7 @@ from kvfold.convert.console import (
 from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -57,7 +58,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
     check_models_can_be_opened(request.model, request.out)
-    from kvfold.convert.measure.drift import drift_checkpoints
+    with ProgressStages(quiet=request.quiet)("loading torch"):
+        from kvfold.convert.measure.drift import drift_checkpoints
 
     measured = drift_checkpoints(request)
     summary = summarize_drift(request, measured, layers)

@@ -14,6 +14,7 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -37,7 +38,8 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
     check_models_can_be_opened(request.model, request.out)
-    from kvfold.convert.measure.eval import eval_checkpoints
+    with ProgressStages(quiet=request.quiet)("loading torch"):
+        from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)
     print_result(json_file, lambda: vars(evaluation), format_evaluation(evaluation))

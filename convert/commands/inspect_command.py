@@ -13,6 +13,7 @@ from kvfold.convert.formatting import (
     format_table,
     wrap_text,
 )
+from kvfold.convert.targets.engines import ENGINE_LEGEND, name_serving_engines
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.inspect import Inspection
@@ -48,15 +49,12 @@ def format_inspection(inspection: "Inspection") -> str:
     for target in inspection.targets:
         saves = f"{100 * target.saves:.1f} %"
         rows.append((target.options, saves, format_bytes(target.bytes["128k"])))
-        names = [
-            support.engine + "*" * (not support.ran) for support in target.engines if support.serves
-        ]
-        served.setdefault(", ".join(names) or "no engine", []).append(target.options)
+        served.setdefault(name_serving_engines(target.engines), []).append(target.options)
     lines += [*format_table(rows), ""]
     for engines, options in served.items():
         lines += wrap_text(f"served by {engines}:", count_columns())
         lines += [f"  {option}" for option in options]
-    lines.append("*: according to the engine's source code, not run; --json has the reasons")
+    lines += wrap_text(f"{ENGINE_LEGEND}; --json has the reasons", count_columns())
     return "\n".join(lines)
 
 

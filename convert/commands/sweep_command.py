@@ -20,6 +20,7 @@ from kvfold.convert.conversion.judgment import format_convert_command
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.measure.sweep_targets import parse_targets
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -69,10 +70,11 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
     check_models_can_be_opened(request.model)
-    from kvfold.convert.conversion.convert import convert_checkpoint
-    from kvfold.convert.measure.plots import plot_loss_by_cache
-    from kvfold.convert.measure.report import write_report
-    from kvfold.convert.measure.sweep import sweep_checkpoint
+    with ProgressStages(quiet=request.quiet)("loading torch"):
+        from kvfold.convert.conversion.convert import convert_checkpoint
+        from kvfold.convert.measure.plots import plot_loss_by_cache
+        from kvfold.convert.measure.report import write_report
+        from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(request)
     summary = summarize_sweep(result)

@@ -15,6 +15,7 @@ from kvfold.convert.console import (
     print_result,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.text.corpus import check_text_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
@@ -35,7 +36,8 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_models_can_be_opened(*filter(None, [request.model, request.teacher]))
-    from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
+    with ProgressStages(quiet=request.quiet or not launched_as_rank0())("loading torch"):
+        from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)
     destroy_process_group()

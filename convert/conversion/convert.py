@@ -3,6 +3,7 @@
 Modules that import torch or transformers, which takes seconds, are imported where they are used.
 """
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -18,7 +19,7 @@ from kvfold.convert.conversion import output
 from kvfold.convert.conversion.journal import Journal, count_finished_layers
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
-from kvfold.convert.conversion.results import Conversion
+from kvfold.convert.conversion.results import Conversion, describe_start
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_text_sources
@@ -60,6 +61,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request = plan.request
         if not request.quiet:
             plan.checkpoint.print_notes()
+            print(describe_start(plan), file=sys.stderr)
         check_memory(plan)
         with output.open_run_folder(plan) as folder:
             calibration = None

@@ -23,6 +23,7 @@ from kvfold.convert.checkpoint.writer import has_shard_header
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.errors import InputError, format_option
+from kvfold.convert.formatting import format_count
 from kvfold.convert.options import collect_options
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import parse_text_share
@@ -140,10 +141,8 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     if before["threads"] != torch.get_num_threads():
         # Sums in another order would give other bytes.
         torch.set_num_threads(before["threads"])
-        print(
-            f"computing with {before['threads']} threads, as the interrupted run did",
-            file=sys.stderr,
-        )
+        threads = format_count(before["threads"], "thread")
+        print(f"computing with {threads}, as the interrupted run did", file=sys.stderr)
     now = collect_run_settings(plan)
     finished_count = len(journal["layers"])
     for name in [*now, *before]:

@@ -26,6 +26,8 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name, make_record
 from kvfold.convert.errors import list_some
 from kvfold.convert.formatting import format_bytes, format_duration, format_labeled_rows
+from kvfold.convert.methods.registry import DEFAULT
+from kvfold.convert.targets.engines import ENGINE_LEGEND, name_serving_engines
 from kvfold.convert.targets.mla.spec import list_stock_limits
 from kvfold.convert.text.corpus import BUILT_IN, choose_calibration_texts
 from kvfold.convert.training.budget import count_polish_steps, count_step_tokens
@@ -133,7 +135,24 @@ class Conversion:
             if expected is not None and self.verdict != NEAR:
                 left = f"{format_metrics(expected)}, {judge_drift(expected)}"
                 rows.append(("expected", f"{left}, with --effort normal"))
+        else:
+            rows.append(("verdict", "not measured without text, see next"))
+        rows.append(("warning", describe_baseline(plan)))
         return format_labeled_rows(rows, suggest_next_command(plan, drift))
+
+
+def describe_start(plan: Plan) -> str:
+    """Return the first lines of a run: what it makes, and which engines will serve that."""
+    engines = f"served by {name_serving_engines(plan.engines)} ({ENGINE_LEGEND})"
+    return format_labeled_rows([("plan", describe_conversion(plan)), ("engines", engines)])
+
+
+def describe_baseline(plan: Plan) -> str:
+    """Return a warning about a method that reads no text; empty for any other."""
+    if plan.method.reads_text:
+        return ""
+    name = f"--method {plan.request.resolved_method}"
+    return f"{name} reads no text and usually loses far more than the default, --method {DEFAULT}"
 
 
 def describe_conversion(plan: Plan) -> str:

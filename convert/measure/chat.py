@@ -5,7 +5,7 @@ chat template.
 import shutil
 import textwrap
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, Any
@@ -13,7 +13,7 @@ from typing import IO, Any
 import click
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -30,6 +30,14 @@ _POSITIONS = 1 << 17  # of a model whose config names no maximum
 _LONGEST_TOKEN = 64  # characters: longer ones, of spaces, do not fill a conversation
 
 
+class AnswerStreamer(TextStreamer):  # type: ignore[misc]
+    """Prints the words of an answer as transformers generates them."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print ``text``, the next words of the answer."""
+        click.echo(text, nl=stream_end)
+
+
 @dataclass
 class ChatModel:
     """A loaded model with its tokenizer and its conversation so far.
@@ -42,9 +50,11 @@ class ChatModel:
     tokenizer: Any
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def answer_prompt(self, prompt: str, max_new_tokens: int) -> str:
-        """The greedy answer to ``prompt`` as text, which is added to the conversation. A model
-        without a chat template continues the prompt.
+    def answer_prompt(
+        self, prompt: str, max_new_tokens: int, streamer: "AnswerStreamer | None" = None
+    ) -> str:
+        """The greedy answer to ``prompt`` as text, which is added to the conversation, and printed
+        by ``streamer`` word by word. A model without a chat template continues the prompt.
 
         If the conversation exceeds the model's positions, the text says so, and a new one begins.
         """
@@ -65,15 +75,26 @@ class ChatModel:
             tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) + max_new_tokens > positions:
             self.messages.clear()
-            return f"({len(tokens)} tokens and a reply exceed {positions} positions; starting anew)"
-        reply = generate_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
+            text = f"({len(tokens)} tokens and a reply exceed {positions} positions; starting anew)"
+            if streamer is not None:
+                streamer.on_finalized_text(text, stream_end=True)
+            return text
+        reply = generate_reply(
+            self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens, streamer
+        )
         answer: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         self.messages.append({"role": "assistant", "content": answer})
         return answer
 
 
 @torch.no_grad()
-def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
+def generate_reply(
+    model: Any,
+    tokenizer: Any,
+    prompt: Tensor,
+    max_new_tokens: int,
+    streamer: "AnswerStreamer | None" = None,
+) -> Tensor:
     """The token ids ``[n]`` of the model's greedy reply to ``prompt [T]``, which ends at an end
     token or after ``max_new_tokens``.
     """
@@ -87,7 +108,10 @@ def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: i
     )
     tokens = prompt[None].to(model.device)
     written: Tensor = model.generate(
-        input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=greedy
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        generation_config=greedy,
+        streamer=streamer,
     )
     return written[0, len(prompt) :].cpu()
 
@@ -137,10 +161,19 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
             speakers.append(load_chat_model(name, request))
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
-    answered = f"answered in full (--max-new-tokens {request.max_new_tokens})"
-    click.echo(f"a message per line, {answered}; Ctrl-D ends", err=True)
+    longest = f"answers of at most {request.max_new_tokens} tokens (--max-new-tokens)"
+    click.echo(f"a message per line, {longest}; Ctrl-D ends", err=True)
     width = shutil.get_terminal_size().columns
     click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
-        answers = [speaker.answer_prompt(prompt, request.max_new_tokens) for speaker in speakers]
-        click.echo(f"> {prompt}\n{format_columns(answers, width)}\n")
+        click.echo(f"> {prompt}")
+        streamer = None
+        if len(speakers) == 1:
+            tokenizer = speakers[0].tokenizer
+            streamer = AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        answers = []
+        for name, speaker in zip(names, speakers, strict=True):
+            with nullcontext() if streamer else ProgressStages()(f"asking {name}"):
+                answer = speaker.answer_prompt(prompt, request.max_new_tokens, streamer)
+            answers.append(answer)
+        click.echo("" if streamer else f"{format_columns(answers, width)}\n")

@@ -32,6 +32,10 @@ from kvfold.convert.targets.mla.spec import (
 from kvfold.convert.targets.same_family import count_cache_elements
 
 _ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))
+ENGINE_LEGEND = (
+    "without *: run on a model of 5.3 M parameters in float32 on 2 CPU cores, with the tokens of"
+    " transformers; *: read in the engine's source code, not run"
+)
 _KERNEL_SPLITS = ((512, 64), (448, 64), (256, 64))
 _CACHE_DIVISORS = (2, 3, 4, 8)  # proposed caches, as parts of the source's
 
@@ -102,6 +106,14 @@ class EngineSupport:
         answer = "yes" if self.serves else "no"
         source = "according to its source code, not tested" if self.serves and not self.ran else ""
         return f"{self.engine}: {', '.join(filter(None, (answer, source, self.how)))}"
+
+
+def name_serving_engines(engines: Sequence[EngineSupport]) -> str:
+    """Return the names of the engines that serve a model, with a star where `ENGINE_LEGEND` has
+    one.
+    """
+    names = [support.engine + "*" * (not support.ran) for support in engines if support.serves]
+    return ", ".join(names) or "no engine"
 
 
 def list_engine_support(model: ServedModel) -> list[EngineSupport]:

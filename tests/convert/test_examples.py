@@ -5,6 +5,7 @@ page of options.
 import doctest
 import re
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,12 @@ DOCUMENTS = [
 
 
 @pytest.mark.slow
-def test_the_page_on_python(tmp_path):
+def test_the_page_on_python(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told: list[str] = []
     # A blank line ends an expected output.
     text = (REPOSITORY / "docs" / "python.md").read_text().replace("```", "\n```")
-    found = doctest.DocTestParser().get_doctest(
-        text, {"folder": tmp_path}, "python.md", "docs/python.md", 0
-    )
+    found = doctest.DocTestParser().get_doctest(text, {}, "python.md", "docs/python.md", 0)
     assert doctest.DocTestRunner().run(found, out=told.append).failed == 0, "".join(told)
 
 

@@ -5,12 +5,14 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from kvfold.attention.deepseek import ABSORBED
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
+from kvfold.convert.measure import chat
 from kvfold.convert.measure.chat import (
     answer_prompts,
     format_columns,
@@ -80,6 +82,24 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     assert shown[0].startswith(str(chatty))
     assert f" | {other}" in shown[0]
     assert [line for line in shown if line.startswith(">")] == ["> The list", "> The set"]
+
+
+def test_one_model_prints_its_answer_while_it_writes(chatty, capsys, monkeypatch):
+    shown = []
+
+    def generate_reply(model, tokenizer, prompt, max_new_tokens, streamer):
+        streamer.put(prompt[None])
+        for word in ("The", " list", " has", " no", " end"):
+            streamer.put(torch.tensor(tokenizer(word, add_special_tokens=False)["input_ids"]))
+            shown.append(capsys.readouterr().out)
+        streamer.end()
+        return prompt[:0]
+
+    monkeypatch.setattr(chat, "generate_reply", generate_reply)
+    answer_prompts(ChatRequest(model=str(chatty), device="cpu"), io.StringIO("Why?\n"))
+    assert len([text for text in shown if text]) > 1  # before the end of the answer
+    answer = "".join(shown) + capsys.readouterr().out
+    assert answer.endswith("> Why?\nThe list has no end\n\n")
 
 
 def test_lines_that_are_too_long_or_no_text_do_not_end_a_chat(chatty, capfdbinary, monkeypatch):
