@@ -35,7 +35,7 @@ class AnswerStreamer(TextStreamer):  # type: ignore[misc]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print ``text``, the next words of the answer."""
-        click.echo(text, nl=stream_end)
+        print(text, end="\n" * stream_end, flush=True)
 
 
 @dataclass
@@ -166,7 +166,7 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     width = shutil.get_terminal_size().columns
     click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
-        click.echo(f"> {prompt}")
+        print(f"> {prompt}")  # click.echo would remove codes, which are shown
         streamer = None
         if len(speakers) == 1:
             tokenizer = speakers[0].tokenizer
@@ -176,4 +176,4 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
             with nullcontext() if streamer else ProgressStages()(f"asking {name}"):
                 answer = speaker.answer_prompt(prompt, request.max_new_tokens, streamer)
             answers.append(answer)
-        click.echo("" if streamer else f"{format_columns(answers, width)}\n")
+        print("" if streamer else f"{format_columns(answers, width)}\n")
