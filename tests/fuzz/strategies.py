@@ -15,8 +15,32 @@ RAW = {
 }
 NUMBERS = [0, 1, -1, 3, 0.5, -0.5, 1e-320, 1e308, 2**31, 2**63, 2**64]
 STRINGS = ["", " ", "²", "64", "auto", "../x", "/etc/passwd", "x" * 300, "re:(", "$a$b$"]
+STRINGS += ["Tensor", "__doc__", "`x`", "a b " * 7000]
 KEYS = ["quantization_config", "auto_map", "rope_scaling", "rope_parameters", "layer_types"]
 KEYS += ["text_config", "files", "head_dim", "sliding_window", "dtype", "chat_template", "format"]
+KEYS += ["num_labels", "tie_word_embeddings", "max_position_embeddings", "use_mla"]
+# Names of folders and files, as bytes: some are no text, or a terminal or a plot obeys them.
+NAMES = [
+    b"$a$b",
+    b"red\x1b[31m",
+    b"\xff",
+    b"a\nb",
+    b"`b`",
+    b"-x",
+    b"a b",
+    "\u202e".encode(),
+    b"torch.py",
+]
+# Chat templates that take time, memory or room, in one operation or in many.
+TEMPLATES = [
+    "{{ 3 ** (10 ** 9) }}",
+    "{{ 'a b ' * 10**7 }}",
+    "{{ 'a' * 10**10 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ raise_exception('no') }}",
+    "{{ messages[9].content }}",
+    "{% for m in messages %}{{ m.content }} {% endfor %}",
+]
 
 scalars = st.one_of(
     st.sampled_from([None, True, False, float("nan"), float("inf"), *RAW]),
@@ -103,3 +127,26 @@ option_values = st.one_of(
     st.sampled_from([str(number) for number in NUMBERS] + ["nan", "1e400", "0x10", "9" * 5000]),
     st.sampled_from(WORDS + STRINGS),
 )
+
+
+@st.composite
+def reorganized_tensors(draw, tensors):
+    """Tensors under other names, left out, doubled or added, as tools and trainings leave them."""
+    action = draw(st.sampled_from(["prefix", "strip", "drop", "head", "tie", "extra layer"]))
+    if action == "prefix":
+        prefix = draw(st.sampled_from(["_orig_mod.", "module.", "model."]))
+        return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    if action == "strip":
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    changed = dict(tensors)
+    name = draw(st.sampled_from(sorted(tensors)))
+    if action == "drop":
+        del changed[name]
+    elif action == "head":
+        embeddings = next(value for key, value in tensors.items() if "embed" in key)
+        changed["lm_head.weight"] = embeddings * 2
+    elif action == "tie":
+        changed.pop("lm_head.weight", None)
+    else:
+        changed[name.replace(".0.", ".7.").replace(".1.", ".7.")] = tensors[name].clone()
+    return changed

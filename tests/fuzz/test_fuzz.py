@@ -15,10 +15,13 @@ import click
 import pytest
 import tiny_models
 from fuzz.strategies import (
+    NAMES,
+    TEMPLATES,
     broken_bytes,
     edited_json,
     json_bytes,
     option_values,
+    reorganized_tensors,
     safetensors_files,
 )
 from helpers import forked
@@ -26,9 +29,11 @@ from helpers.checkpoints import add_demo_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
+from safetensors.torch import load, save
 
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import kvfold, main
+from kvfold.convert.conversion import output
 from kvfold.convert.errors import InputError
 
 COUNT = int(os.environ.get("KVFOLD_INPUTS", "25"))
@@ -158,6 +163,72 @@ def test_options_with_any_value(seeds, tmp_path_factory, data, words):
     value = [] if option.is_flag else [data.draw(option_values)]
     case = tmp_path_factory.getbasetemp() / "options"
     run_case(seeds, case, [*words, option.opts[0], *value], "llama")
+
+
+@pytest.mark.slow
+@FUZZ
+@given(data=st.data(), words=commands, family=families)
+def test_tensors_under_other_names_and_flags_that_disagree(
+    seeds, tmp_path_factory, data, words, family
+):
+    tensors = load((seeds / family / "model.safetensors").read_bytes())
+    weights = save(data.draw(reorganized_tensors(tensors)), {"format": "pt"})
+    config = json.loads((seeds / family / "config.json").read_text())
+    flag = data.draw(
+        st.sampled_from(["tie_word_embeddings", "attention_bias", "use_mla", "qk_norm"])
+    )
+    config[flag] = data.draw(st.booleans())
+    changed = {"config.json": json.dumps(config).encode(), "model.safetensors": weights}
+    case = tmp_path_factory.getbasetemp() / "names"
+    run_case(seeds, case, words, family, **changed)
+
+
+@pytest.mark.slow
+@FUZZ
+@given(data=st.data(), words=commands)
+def test_files_with_names_that_are_no_text_or_are_obeyed(seeds, tmp_path_factory, data, words):
+    name = data.draw(st.sampled_from(NAMES))
+    suffix = data.draw(st.sampled_from([b"", b".json", b".model", b".jinja"]))
+    case = tmp_path_factory.getbasetemp() / os.fsdecode(name)
+    run_case(seeds, case, words, "llama", **{os.fsdecode(name + suffix): b"{}"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates_without_end(seeds, tmp_path_factory, template):
+    """Their rows end within the limits, or in one line."""
+    (seeds / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 400)
+    words = ["convert", "source", "out", "--to", "mqa", "--calibration", str(seeds / "rows.jsonl")]
+    case = tmp_path_factory.getbasetemp() / "template"
+    run_case(seeds, case, [*words, *RUN], "llama", **{"chat_template.jinja": template.encode()})
+
+
+STATE_FILES = [".journal.json", ".precision", ".polish.pt"]
+
+
+@pytest.mark.slow
+@FUZZ
+@given(data=st.data(), name=st.sampled_from(STATE_FILES))
+def test_damaged_files_of_a_killed_run(seeds, tmp_path_factory, data, name):
+    """The run starts over, or goes on; either way it ends in the same output."""
+    case = tmp_path_factory.getbasetemp() / "state"
+    line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "26"]
+    line += ["--calibration", str(seeds / "text.txt"), *RUN]
+
+    def convert(killed):
+        if killed:
+            output.complete_output = lambda *_: os._exit(9)
+        main(line)
+
+    shutil.rmtree(case, ignore_errors=True)
+    (case / "log").mkdir(parents=True)
+    assert forked.run(case / "log", lambda: convert(True)).status == 9
+    (stored,) = case.glob(f".out.kvfold-*/{name}")
+    stored.write_bytes(data.draw(broken_bytes(stored.read_bytes())))
+    end = forked.run(case / "log", lambda: convert(False))
+    check_end(end, line)
+    assert end.status == 0, end.stderr
+    assert sorted(path.name for path in case.iterdir()) == ["log", "out"]
 
 
 ENTRIES = {
