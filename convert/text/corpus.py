@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 BUILT_IN = "the built-in standard-library text"
 _ROWS_SUFFIX = ".jsonl"  # a file of rows; every other file is one document of plain text
-_EXPECTED_ROW = "each row must be an object with a string `text` or a list `messages`"
+_EXPECTED_ROW = (
+    "each row must be an object with a string `text`, a list `messages` or `conversations`, or"
+    " strings `instruction` and `output` or `prompt` and `completion`"
+)
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _ACCEPTED_TEXTS = (
     "give a text file (UTF-8), a .jsonl file or, with pip install 'kvfold[data]', the name of a"
     " dataset"
@@ -164,11 +168,13 @@ class Corpus:
                 row = parse_json_value(row.encode())
             fields = row if isinstance(row, Mapping) else {}
             text = fields.get("text")
-            messages = fields.get("messages")
-            if isinstance(messages, list) and not isinstance(text, str):
-                text = render_chat(self.tokenizer, messages, longest)
             if not isinstance(text, str):
-                raise ValueError("neither `text` nor `messages`")
+                messages = find_chat_messages(fields)
+                chats = getattr(self.tokenizer, "chat_template", None) is not None
+                if "messages" in fields or "conversations" in fields or chats:
+                    text = render_chat(self.tokenizer, messages, longest)
+                else:  # a question and its answer
+                    text = "\n\n".join(message["content"] for message in messages)
             # No tokenizer could read half of a surrogate pair.
             text.encode()
             return text
@@ -176,6 +182,28 @@ class Corpus:
             raise InputError(
                 f"{where}: no text in this row ({summarize_error(error)}); {_EXPECTED_ROW}"
             ) from error
+
+
+def find_chat_messages(fields: Mapping[str, Any]) -> list[Any]:
+    """The chat messages in a row: ``messages``, or ShareGPT's ``conversations``; or the question
+    and the answer of Alpaca's ``instruction``, ``input`` and ``output``, or of ``prompt`` and
+    ``completion``. Raises ValueError if there are none.
+    """
+    messages = fields.get("messages", fields.get("conversations"))
+    if isinstance(messages, list):
+        return [
+            {"role": _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+            if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys()
+            else turn
+            for turn in messages
+        ]
+    question = fields.get("instruction", fields.get("prompt"))
+    answer = fields.get("output", fields.get("completion"))
+    if not (isinstance(question, str) and isinstance(answer, str)):
+        raise ValueError("neither `text` nor `messages`")
+    if isinstance(fields.get("input"), str) and fields["input"]:
+        question += f"\n\n{fields['input']}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def open_corpus(

@@ -175,6 +175,28 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
     assert any(piece.startswith("[user]") for piece in decoded(found, tokenizer))
 
 
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"instruction": "hi", "input": "", "output": "yes"},
+        {"prompt": "hi", "completion": "yes"},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_rows_as_people_have_them_are_chats_of_two_turns(tmp_path, row, chat, refused):
+    path = write_lines(tmp_path / "rows.jsonl", [row])
+    corpus = open_corpus(str(path), byte_tokenizer(chat=chat), 0)
+    if "conversations" in row and not chat:
+        with refused():
+            corpus.read_documents(1 << 12)
+        return
+    (text,), _ = corpus.read_documents(1 << 12)
+    expected = "[user]hi[assistant]yes" if chat else "hi\n\nyes"
+    assert text.replace("<s>", "").replace("</s>", "") == expected
+
+
 def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
     tokenizer = byte_tokenizer(chat=True)
     tokenizer.chat_template = "{{ 'ab ' * 10**7 }}"
@@ -194,6 +216,8 @@ def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
         b'{"messages": [{"role": "user", "content": "hi"}]}',
         b'{"text": "\\ud800"}',
         b'{"messages": ["\\ud800"]}',
+        b'{"conversations": [{"from": [], "value": 3}]}',
+        b'{"prompt": [], "completion": "x"}',
         b"[" * 100_000,
     ],
     ids=lambda row: row[:30].decode(),
