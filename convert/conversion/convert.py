@@ -57,7 +57,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             processes.broadcast_from_rank0(lambda: open_checkpoint(request.model).close())
         checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
-        plan = make_plan(request, checkpoint)
+        with stages("planning"):
+            plan = make_plan(request, checkpoint)
         request = plan.request
         if not request.quiet:
             plan.checkpoint.print_notes()
