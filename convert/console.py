@@ -6,11 +6,12 @@ import functools
 import gc
 import json
 import logging
+import math
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import MISSING
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import click
 
 from kvfold.convert.errors import (
+    InputError,
     KvfoldError,
     escape_text,
     explain_system_error,
@@ -294,6 +296,17 @@ def _check_writable(option: str, file: Path) -> None:
         obstacle = f"{existing} is not writable"
     if obstacle is not None:
         raise option_error(option, file, f": cannot be written ({obstacle}); name another path")
+
+
+def require_finite_predictions(model: str, figures: Iterable[float]) -> None:
+    """Raise InputError unless all ``figures``, computed from the predictions of ``model``, are
+    finite.
+    """
+    if not all(map(math.isfinite, figures)):
+        raise InputError(
+            f"{model}: its predictions are NaN or infinite; download it or convert again (`kvfold"
+            " verify` finds damaged tensors of a result)"
+        )
 
 
 def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:

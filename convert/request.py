@@ -237,11 +237,6 @@ class ConvertRequest(CalibratedRequest):
         return registry.find_method(self.resolved_method, self.to)
 
     @property
-    def resolved_layout(self) -> Layout:
-        """The name of the layout in which an MLA result is written."""
-        return self.layout or DEFAULT_LAYOUT
-
-    @property
     def calibrated(self) -> bool:
         """True if the conversion runs the model on calibration text."""
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
@@ -278,7 +273,7 @@ class ConvertRequest(CalibratedRequest):
         options = super().collect_result_options()
         options |= {"max_shard_size": self.shard_bytes, "method": self.resolved_method}
         if self.to == "mla":
-            options["layout"] = self.resolved_layout
+            options["layout"] = self.layout or DEFAULT_LAYOUT
         return {name: value for name, value in options.items() if name not in left_out}
 
     def list_problems(self) -> Iterator[tuple[str, str]]:

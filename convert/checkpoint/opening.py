@@ -54,7 +54,6 @@ __all__ = [
     "resolve_local_folder",
 ]
 
-# The beginning of the text file that Git has in place of a large one
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
 # Parts of names that torch.compile, DistributedDataParallel, FSDP, gradient checkpointing and PEFT
@@ -253,12 +252,16 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     return _open_folder(folder, _format_hub_origin(model, folder))
 
 
-def check_models_can_be_opened(*models: str) -> None:
-    """Raise InputError unless `open_checkpoint` can open each of ``models``. Commands call this
-    first, so that wrong paths show before torch is imported.
+def check_models_can_be_opened(*models: str | None, quiet: bool = True) -> None:
+    """Raise InputError unless `open_checkpoint` can open each of ``models``; None is left out.
+    Commands call this first, so that wrong paths show before torch is imported. Unless ``quiet``,
+    a line on stderr says what is read.
     """
-    for model in models:
-        open_checkpoint(model).close()
+    names = [model for model in models if model is not None]
+    if not quiet:
+        print(f"reading {' and '.join(names)}", file=sys.stderr)
+    for name in names:
+        open_checkpoint(name).close()
 
 
 def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:

@@ -19,7 +19,7 @@ def chat(request: ChatRequest) -> None:
     Answers are greedy, so that a difference between two models is one of their weights. An MLA
     model decodes over its latent cache (absorbed). Ctrl-D ends the conversation.
     """
-    check_models_can_be_opened(request.model, *filter(None, [request.against]))
+    check_models_can_be_opened(request.model, request.against)
     from kvfold.convert.measure.chat import answer_prompts
 
     if isinstance(sys.stdin, io.TextIOWrapper):  # text that is not UTF-8 must not end a chat

@@ -17,9 +17,9 @@ from kvfold.convert.console import (
     add_request_options,
     check_output_files,
     print_result,
+    require_finite_predictions,
 )
 from kvfold.convert.conversion.judgment import format_verdict
-from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import DriftRequest
@@ -54,10 +54,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     predictions.
     """
     check_output_files(json_file, report)
-    check_text_sources(filter(None, [request.text]), "text")
-    if not request.quiet:
-        click.echo(f"reading {request.model} and {request.out}", err=True)
-    check_models_can_be_opened(request.model, request.out)
+    check_text_sources([request.text], "text")
+    check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):
         from kvfold.convert.measure.drift import drift_checkpoints
 
@@ -69,15 +67,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
         title = measured.about["converted"]["name"]
         write_drift_report(report, "kvfold drift", title, measured, summary, request.quiet)
     print_result(json_file, measured.to_dict, summary)
-    for model, loss in (
-        (request.model, measured.teacher_loss),
-        (request.out, measured.student_loss),
-    ):
-        if not math.isfinite(loss):
-            raise InputError(
-                f"{model}: its predictions are NaN or infinite; download it or convert again"
-                " (`kvfold verify` finds damaged tensors of a result)"
-            )
+    require_finite_predictions(request.model, [measured.teacher_loss])
+    require_finite_predictions(request.out, [measured.student_loss])
 
 
 def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool = False) -> str:

@@ -1,6 +1,5 @@
 """``kvfold eval``: a converted checkpoint and its source on tasks and long contexts."""
 
-import math
 from typing import TYPE_CHECKING
 
 import click
@@ -11,8 +10,8 @@ from kvfold.convert.console import (
     add_request_options,
     check_output_files,
     print_result,
+    require_finite_predictions,
 )
-from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import EvalRequest
@@ -34,21 +33,15 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
     check_output_files(json_file)
-    check_text_sources(filter(None, [request.text]), "text")
-    if not request.quiet:
-        click.echo(f"reading {request.model}", err=True)
-    check_models_can_be_opened(request.model, request.out)
+    check_text_sources([request.text], "text")
+    check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):
         from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)
     print_result(json_file, lambda: vars(evaluation), format_evaluation(evaluation))
     for model, key in ((request.model, "source"), (request.out, "student")):
-        if not all(math.isfinite(row[key]) for row in evaluation.rows):
-            raise InputError(
-                f"{model}: its predictions are NaN or infinite; download it or convert again"
-                " (`kvfold verify` finds damaged tensors of a result)"
-            )
+        require_finite_predictions(model, [row[key] for row in evaluation.rows])
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:

@@ -67,9 +67,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         resolve_output_path(request.out, overwrite=None, model=request.model)
     check_text_sources(request.calibration)
     parse_targets(request.targets)
-    if not request.quiet:
-        click.echo(f"reading {request.model}", err=True)
-    check_models_can_be_opened(request.model)
+    check_models_can_be_opened(request.model, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):
         from kvfold.convert.conversion.convert import convert_checkpoint
         from kvfold.convert.measure.plots import plot_loss_by_cache

@@ -33,10 +33,9 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     check_output_files(json_file)
     resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources([request.text], "text")
-    if not request.quiet and launched_as_rank0():
-        click.echo(f"reading {request.model}", err=True)
-    check_models_can_be_opened(*filter(None, [request.model, request.teacher]))
-    with ProgressStages(quiet=request.quiet or not launched_as_rank0())("loading torch"):
+    quiet = request.quiet or not launched_as_rank0()
+    check_models_can_be_opened(request.model, request.teacher, quiet=quiet)
+    with ProgressStages(quiet=quiet)("loading torch"):
         from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)

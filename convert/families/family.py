@@ -82,12 +82,14 @@ def find_text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def read_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config of the language model in a multimodal checkpoint whose tensors are ``names``.
-    Missing sizes get the defaults of its class.
+    """The config of the language model in a checkpoint whose tensors are ``names``. That of a plain
+    model is ``config``; in a multimodal one, missing sizes get the defaults of its class.
     """
     model_type = find_text_type(config)
+    if model_type is None:
+        return dict(config)
     return {
-        **DEFAULT_SIZES.get(model_type or "", {}),
+        **DEFAULT_SIZES.get(model_type, {}),
         # before transformers 5 some wrappers held it flat
         **(config.get("text_config") or config),
         "model_type": model_type,

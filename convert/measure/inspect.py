@@ -21,7 +21,6 @@ from kvfold.convert.conversion.plan import (
 )
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
-    find_text_type,
     load_family,
     read_architectures,
     read_text_config,
@@ -39,7 +38,6 @@ from kvfold.convert.targets.engines import (
     describe_folded_model,
     describe_mla_config,
     describe_mla_model,
-    format_mla_options,
     list_engine_support,
     propose_mla_sizes_by_saving,
     propose_mla_sizes_with_kernels,
@@ -175,9 +173,7 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
     """The inspection of an opened checkpoint, of whatever kind it is."""
     config = checkpoint.config
     # A wrapper's language model may be latent.
-    language = (
-        config if find_text_type(config) is None else read_text_config(config, checkpoint.tensors)
-    )
+    language = read_text_config(config, checkpoint.tensors)
     if is_mla_config(language):
         return _inspect_stock_mla(checkpoint, language)
     if get_source_type(config) is not None:
@@ -357,7 +353,8 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     for spec in propose_mla_sizes_with_kernels(model):
         splits.setdefault(spec.kv_rank, spec)  # the first layout: most engines serve it
     for spec in splits.values():
-        targets[format_mla_options(spec)] = describe_mla_model(model, spec)
+        options = f"--kv-rank {spec.kv_rank} --rope-dim {spec.rope_dim} --layout {spec.layout}"
+        targets[f"--to mla {options}"] = describe_mla_model(model, spec)
     for spec in propose_mla_sizes_by_saving(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
         result = describe_mla_model(model, spec)

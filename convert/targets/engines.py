@@ -241,8 +241,3 @@ def propose_mla_sizes_by_saving(model: Model, layout: Layout | None = None) -> l
         if budget not in KERNEL_CACHES
     ]
     return [spec for spec in specs if not list_mla_problems(model, spec)]
-
-
-def format_mla_options(spec: MlaSpec) -> str:
-    """Return the options of ``kvfold convert`` that convert to MLA with the sizes ``spec``."""
-    return f"--to mla --kv-rank {spec.kv_rank} --rope-dim {spec.rope_dim} --layout {spec.layout}"

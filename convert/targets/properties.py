@@ -5,7 +5,7 @@ not import torch.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvfold.convert.families.family import find_text_type, load_family, read_text_config
+from kvfold.convert.families.family import load_family, read_text_config
 from kvfold.convert.families.model import Model, make_model
 from kvfold.convert.targets.custom_code import BLOCK, get_source_type
 from kvfold.convert.targets.mla.spec import is_mla_config
@@ -46,22 +46,22 @@ def list_lost_properties(
     config.json is ``config`` and whose tensors are ``names``.
     """
     before = collect_properties(model)
-    language = config if find_text_type(config) is None else read_text_config(config, names)
+    language = read_text_config(config, names)
     if is_mla_config(language):
         layers = model.geometry.layers
         context = language["max_position_embeddings"]
         after = {
+            **before,  # the scale of scores is in the weights
             "context": context,
             "activation": language["hidden_act"],
             **dict.fromkeys(("residual_scale", "embedding_scale", "logit_scale"), 1.0),
-            "experts_per_token": language.get("num_experts_per_tok"),
-            "experts_renormalized": language.get("norm_topk_prob"),
-            "scale": before["scale"],  # is in the weights
+            "logit_softcap": None,
             "sliding_window": [context] * layers,
             "softcap": [None] * layers,
         }
-        if not model.block.sparse:
-            after |= {name: before[name] for name in ("experts_per_token", "experts_renormalized")}
+        if model.block.sparse:
+            after["experts_per_token"] = language.get("num_experts_per_tok")
+            after["experts_renormalized"] = language.get("norm_topk_prob")
     elif (kind := get_source_type(config)) is not None:
         block = config[BLOCK]
         after = collect_properties(Model(load_family(kind), {**config, "model_type": kind}))
@@ -72,7 +72,7 @@ def list_lost_properties(
     else:
         after = collect_properties(make_model(config, names))
     return [
-        f"{name}: {value} in the source, {after.get(name)} in the result"
+        f"{name}: {value} in the source, {after[name]} in the result"
         for name, value in before.items()
-        if value != after.get(name)
+        if value != after[name]
     ]

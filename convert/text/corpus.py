@@ -293,11 +293,11 @@ def choose_calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[st
     return [*texts.items()]
 
 
-def check_text_sources(names: Iterable[str], option: str = "calibration") -> None:
+def check_text_sources(names: Iterable[str | None], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset named with ``option`` does not exist or cannot be read
-    as text.
+    as text; None stands for the text that ships with kvfold.
     """
-    for name in names:
+    for name in filter(None, names):
         if option == "calibration":
             name, _ = parse_text_share(name)
         path = Path(name)
