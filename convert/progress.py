@@ -1,5 +1,6 @@
 """Progress on stderr by tqdm: a bar for each stage on a terminal, otherwise a line every 30 s."""
 
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -52,18 +53,6 @@ class _StageBar(tqdm):  # type: ignore[type-arg]
         return super().update(n)
 
 
-class _StageLines(_StageBar):
-    """The same as a line now and then instead of a bar."""
-
-    @staticmethod
-    def status_printer(file: Any) -> Callable[[str], None]:
-        """A function that prints a status as a line of its own."""
-        return lambda text: print(text, file=file, flush=True) if text.strip() else None
-
-    def moveto(self, n: int) -> None:
-        """Write none of the codes that move the cursor to the line of a bar."""
-
-
 class _LinesAboveBars:
     """A terminal's stderr while it shows bars: lines that others print appear above them."""
 
@@ -112,7 +101,7 @@ class ProgressStages:
         stderr = getattr(sys.stderr, "terminal", sys.stderr)
         terminal = stderr.isatty()
         amount = f"{{n_fmt}}/{{total_fmt}} {'byte' if unit == 'B' else unit}s |{{bar}}| "
-        bar = (_StageBar if terminal else _StageLines)(
+        bar = _StageBar(
             desc=name,
             total=total,
             initial=done,
@@ -120,10 +109,9 @@ class ProgressStages:
             bar_format=f"{{desc}} {amount * bool(total)}{{elapsed}}{{left}}",
             mininterval=0.1 if terminal else float("inf"),
             miniters=1,
-            delay=0 if terminal else 1e-9,
             leave=False,
             dynamic_ncols=True,
-            file=stderr,
+            file=stderr if terminal else io.StringIO(),  # lines are printed by _keep_moving
             disable=self.quiet or self.progress is not None or not (terminal or total),
         )
         bar.estimate = self.estimates.get(name, 0.0)
@@ -149,7 +137,10 @@ class ProgressStages:
 
         def draw() -> None:
             while not ended.wait(_BAR_SECONDS if terminal else _LINE_SECONDS):
-                bar.refresh()
+                if terminal:
+                    bar.refresh()
+                else:
+                    print(bar, file=stderr, flush=True)
 
         thread = threading.Thread(target=draw, daemon=True)
         thread.start()
