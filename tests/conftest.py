@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import tiny_models
 
-from kvfold.convert import ConvertRequest
-
 pytest.register_assert_rewrite("helpers")
 
 # The models of the tests are tiny: more threads only wait for each other. Set before torch is
@@ -152,14 +150,12 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 @pytest.fixture(scope="session")
 def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that ships in latent attention, 24 + 8 elements per token; copy it to change it."""
-    from kvfold.convert import convert_checkpoint, demo_folder
+    from helpers.checkpoints import run_conversion
+
+    from kvfold.convert import demo_folder
 
     out = tmp_path_factory.mktemp("demo") / "latent"
-    convert_checkpoint(
-        ConvertRequest(
-            demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True
-        )
-    )
+    run_conversion(demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd")
     return out
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.checkpoints import edit_json, read_json
 from helpers.processes import run_python
 
 from kvfold.convert import cli
@@ -152,7 +153,7 @@ def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
     assert not list(tmp_path.iterdir())
     converted = kvfold(*pooled, "--json", tmp_path / "result.json")
     assert saving in converted.stdout
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = read_json(tmp_path / "result.json")
     assert (result["out"], result["cache_elements"]) == (str(out), {"from": 512, "to": 64})
     quiet = kvfold(*pooled, "--overwrite", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -175,9 +176,8 @@ def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkey
         "from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\n"
         f"Path({str(ran)!r}).touch()\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
     )
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    edit_json(model / "tokenizer_config.json", **own)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     measured = ("drift", model, demo_folder(), "--samples", 1, "--seq-len", 16, "--json", "-")

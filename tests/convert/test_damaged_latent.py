@@ -2,13 +2,12 @@
 against its class.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers.checkpoints import edit_json, tensors
 from safetensors.torch import save_file
 
 from kvfold.convert import DriftRequest, InputError, drift_checkpoints, inspect_checkpoint
@@ -18,11 +17,6 @@ from kvfold.convert.data import demo_folder
 @pytest.fixture
 def out(demo_latent, tmp_path):
     return Path(shutil.copytree(demo_latent, tmp_path / "out"))
-
-
-def change(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +31,7 @@ def change(folder, **values):
     ],
 )
 def test_inspect_names_what_is_wrong(out, values, problem):
-    change(out, **values)
+    edit_json(out / "config.json", **values)
     with pytest.raises(InputError) as raised:
         inspect_checkpoint(str(out))
     assert raised.value.message.startswith("out: ")

@@ -1,6 +1,5 @@
 """Values, names and state files from strangers and from killed runs: one clear line, status 2."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.checkpoints import edit_json
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import cli
@@ -34,11 +34,6 @@ def model(tmp_path):
     return Path(shutil.copytree(demo_folder(), tmp_path / "model"))
 
 
-def set_config(model, **values):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | values))
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -51,7 +46,7 @@ def set_config(model, **values):
     ],
 )
 def test_sizes_and_dtypes_are_bounded_where_the_config_is_read(kvfold, model, key, value):
-    set_config(model, text_config={key: value})
+    edit_json(model / "config.json", text_config={key: value})
     status, _, stderr = kvfold("inspect", model)
     assert status == 2
     assert f"{key} is {value!r}, but must be " in stderr
@@ -59,7 +54,7 @@ def test_sizes_and_dtypes_are_bounded_where_the_config_is_read(kvfold, model, ke
 
 def test_a_long_value_is_shortened(kvfold, model):
     for value in ("x" * 29_000, "x y " * 7_000, ["a b"] * 5_000):
-        set_config(model, model_type=value)
+        edit_json(model / "config.json", model_type=value)
         status, _, stderr = kvfold("inspect", model)
         assert status == 2
         assert max(map(len, stderr.splitlines())) < 2000

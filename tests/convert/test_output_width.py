@@ -3,10 +3,9 @@
 import shlex
 
 import pytest
-from click.testing import CliRunner
+from helpers.processes import run_kvfold
 
 from kvfold.convert import demo_folder
-from kvfold.convert.cli import kvfold
 from kvfold.convert.formatting import format_labeled_rows, format_table
 
 TEXT = ["--samples", "2", "--seq-len", "32", "--quiet"]
@@ -16,14 +15,8 @@ TEXT = ["--samples", "2", "--seq-len", "32", "--quiet"]
 def folder(tmp_path_factory):
     """A folder with the result of a conversion as ``out``."""
     folder = tmp_path_factory.mktemp("width")
-    print_output("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT)
+    run_kvfold("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT)
     return folder
-
-
-def print_output(*words):
-    done = CliRunner().invoke(kvfold, list(map(str, words)), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 @pytest.mark.parametrize("columns", [80, 100])
@@ -48,7 +41,7 @@ def test_every_line_fits_the_terminal(folder, monkeypatch, words, columns):
     monkeypatch.chdir(folder)
     (folder / "MODEL").unlink(missing_ok=True)
     (folder / "MODEL").symlink_to(demo_folder())
-    lines = print_output(*words).splitlines()
+    lines = run_kvfold(*words).splitlines()
     assert lines
     assert [line for line in lines if len(line) > columns] == []
 

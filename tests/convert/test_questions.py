@@ -1,6 +1,5 @@
 """The recipes of docs/questions.md for quantized models, which kvfold refuses."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -8,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers.checkpoints import edit_json, run_conversion, tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kvfold.convert.checkpoint.files import SINGLE
 from kvfold.convert.checkpoint.opening import open_checkpoint_headers
-from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import ConvertRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "questions.md"
 
@@ -40,8 +37,7 @@ def model(tiny_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
     """Store ``stored`` in ``folder`` as its quantized weights; kvfold must name this page."""
-    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    edit_json(folder / "config.json", dtype="bfloat16", quantization_config=settings)
     for file in folder.glob("model*"):
         file.unlink()
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE)
@@ -105,7 +101,7 @@ def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
     assert {*dense} == {*meant}
     for name, value in meant.items():
         torch.testing.assert_close(dense[name], value, msg=name)
-    convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
+    run_conversion("DENSE", "OUT", to="mqa", method="mean")
     assert list(Path("OUT").glob("tokenizer*"))
 
 
@@ -125,4 +121,4 @@ def test_mxfp4_experts_are_dequantized_by_transformers(model: Path, tiny_family:
     recipe(1)
     for name, value in tensors(Path("DENSE")).items():
         assert torch.equal(value, stored.get(name, torch.ones_like(value))), name
-    convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
+    run_conversion("DENSE", "OUT", to="mqa", method="mean")

@@ -2,17 +2,15 @@
 written.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, edit_json, run_conversion
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.console import check_output_files
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -51,11 +49,10 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
 
 
 def test_a_begin_token_beyond_the_vocabulary_is_refused(model, refused):
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<nope>"}))
-    options = {"calibration": "self", "samples": 2, "seq_len": 16, "quiet": True}
+    edit_json(model / "tokenizer_config.json", bos_token="<nope>")
+    options = {"calibration": "self", "samples": 2, "seq_len": 16}
     with refused():
-        convert_checkpoint(ConvertRequest(model, model.parent / "out", to="mqa", **options))
+        run_conversion(model, model.parent / "out", to="mqa", **options)
     assert not (model.parent / "out").exists()
 
 
@@ -63,9 +60,8 @@ def test_a_config_that_transformers_cannot_run_is_named(tiny_family, tmp_path):
     family = tiny_family("mixtral", vocab_size=2048, num_experts_per_tok=9)
     source = shutil.copytree(family, tmp_path / "model")
     add_demo_tokenizer(source)
-    options = {"samples": 2, "seq_len": 16, "quiet": True}
     with pytest.raises(InputError, match=r"config\.json: transformers cannot build or run"):
-        convert_checkpoint(ConvertRequest(source, tmp_path / "out", to="mqa", **options))
+        run_conversion(source, tmp_path / "out", to="mqa", samples=2, seq_len=16)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -76,7 +72,7 @@ def test_a_conversion_that_overflows_is_not_written(model, refused):
             weight = tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
             weight.fill_(torch.finfo(weight.dtype).max)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    target = {"to": "mla", "method": "svd", "kv_rank": 24, "rope_dim": 8, "quiet": True}
+    target = {"to": "mla", "method": "svd", "kv_rank": 24, "rope_dim": 8}
     with refused():
-        convert_checkpoint(ConvertRequest(model, model.parent / "out", **target))
+        run_conversion(model, model.parent / "out", **target)
     assert not (model.parent / "out").exists()

@@ -25,7 +25,7 @@ from fuzz.strategies import (
     safetensors_files,
 )
 from helpers import forked
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, read_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
@@ -111,7 +111,7 @@ def run_case(seeds, case, words, family, **files):
     if end.status:
         assert not out.exists(), "an OUT that no conversion finished"
     elif out.exists():
-        files_of_record = json.loads((out / "kvfold.json").read_text())["files"]
+        files_of_record = read_json(out / "kvfold.json")["files"]
         assert {path.name for path in out.iterdir()} == {*files_of_record, "kvfold.json"}
 
 
@@ -173,7 +173,7 @@ def test_tensors_under_other_names_and_flags_that_disagree(
 ):
     tensors = load((seeds / family / "model.safetensors").read_bytes())
     weights = save(data.draw(reorganized_tensors(tensors)), {"format": "pt"})
-    config = json.loads((seeds / family / "config.json").read_text())
+    config = read_json(seeds / family / "config.json")
     flag = data.draw(
         st.sampled_from(["tie_word_embeddings", "attention_bias", "use_mla", "qk_norm"])
     )

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +25,12 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change entries of a JSON file, or make it of these alone."""
+    content = read_json(file) if file.exists() else {}
+    file.write_text(json.dumps({**content, **changes}))
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors files."""
     return {
@@ -33,9 +40,14 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    """Assert that two folders have tensors of the same names and bytes."""
+    torch.testing.assert_close(tensors(folder), tensors(other), rtol=0, atol=0)
+
+
 def read_model(folder: Path) -> Model:
     """The model that the folder's config.json describes."""
-    return make_model(json.loads((folder / "config.json").read_text()))
+    return make_model(read_json(folder / "config.json"))
 
 
 def convert(source: Path, out: Path, kv_heads: int | None = None, **options: Any) -> Path:
@@ -59,7 +71,7 @@ def stock_model(
     misshapen.
     """
     # Below 5.23 gemma2's default in transformers leaves out its softcap.
-    if json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping"):
+    if read_json(folder / "config.json").get("attn_logit_softcapping"):
         options.setdefault("attn_implementation", "eager")
     model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     assert {

@@ -5,7 +5,6 @@ Shapes: inputs ``x [B, T, E]``, rotated rows ``[..., T, D]``, weights as ``Atten
 them.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from helpers.checkpoints import read_json
 from kvfold.convert.transforms.head_norms import project_with_norms
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
-NORMS = json.loads(Path(__file__).with_name("norms.json").read_text())
+NORMS = read_json(Path(__file__).with_name("norms.json"))
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -1,11 +1,22 @@
-"""Fresh Python processes for tests."""
+"""Fresh Python processes for tests, and commands in this one."""
 
 import os
 import subprocess
 import sys
 from typing import Any
 
+from click.testing import CliRunner
+
 PATIENCE = 600  # seconds: a process that takes longer hangs, on however busy a machine
+
+
+def run_kvfold(*words: object) -> str:
+    """What a command line prints to stdout, which must end in status 0; its error is raised."""
+    from kvfold.convert.cli import kvfold
+
+    done = CliRunner().invoke(kvfold, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def run_python(

@@ -1,7 +1,6 @@
 """Tiny random multimodal wrappers, made by the stock classes, and inputs with an image for them."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import torch
 from tiny_models import save_random
 from torch import Tensor
 
-from helpers.checkpoints import stock_model
+from helpers.checkpoints import read_json, stock_model
 
 IMAGE = 90
 START = 92
 END = 93
 # The configs of each wrapper's language and vision models, its other keys, and its image.
-MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+MODELS: dict[str, dict[str, Any]] = read_json(Path(__file__).with_suffix(".json"))
 
 
 def make_wrapper(name: str, folder: Path, **text: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import fingerprint_files
@@ -142,7 +143,7 @@ def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(
 def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_named(
     sharded: Path, refused: Any
 ) -> None:
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index = read_json(sharded / "model.safetensors.index.json")
     stale = {f"w{number}": f"model-{number}-of-9.safetensors" for number in range(9)}
     changed = json.dumps(index | {"weight_map": index["weight_map"] | stale})
     (sharded / "model.safetensors.index.json").write_text(changed)

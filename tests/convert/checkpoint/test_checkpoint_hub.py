@@ -20,6 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers import forked
+from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import hash_file
@@ -271,7 +272,7 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
         create.assert_called_once_with("me/small", private=True, exist_ok=True)
         commit.side_effect = OSError("401 Client Error: Invalid credentials")
         refused = CliRunner().invoke(kvfold, words)
-    record = json.loads((demo_latent / "kvfold.json").read_text())
+    record = read_json(demo_latent / "kvfold.json")
     repository, operations = commit.call_args.args
     assert repository == "me/small"
     files = {file.path_in_repo: Path(file.path_or_fileobj) for file in operations}

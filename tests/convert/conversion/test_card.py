@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from helpers.checkpoints import read_json, run_conversion
+from helpers.processes import run_kvfold
 from huggingface_hub import ModelCard
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import card
 from kvfold.convert.conversion.card import (
     escape_markdown_value,
@@ -96,9 +95,7 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     line = re.search("^kvfold uptrain (.*)$", card, re.MULTILINE)[1]
     line = re.sub(r"HuggingFaceFW/\S+", "../words.txt", line).replace("1000", "1")
     sizes = "--batch-tokens 32 --seq-len 32 --eval-every 0 --device cpu --json trained.json"
-    words = ["uptrain", *shlex.split(line), *sizes.split()]
-    done = CliRunner().invoke(kvfold, words, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    run_kvfold("uptrain", *shlex.split(line), *sizes.split())
     assert read_json(Path("trained.json"))["request"]["teacher"] == "tiny"
     assert (tmp_path / "trained" / "config.json").is_file()
 

@@ -1,6 +1,5 @@
 """Conversions that read text, end to end on small trained and random models."""
 
-import json
 import math
 import shutil
 from unittest.mock import Mock
@@ -8,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.checkpoints import read_json, tensors
+from helpers.checkpoints import assert_same_tensors, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.conversion import splits
@@ -193,17 +192,14 @@ def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reade
     """Up to ``max_position_embeddings`` tokens the two are one model, so that every weight comes
     out the same.
     """
-    written = []
+    outs = []
     for name, rope in (("dynamic", DYNAMIC | ROPE), ("plain", {"rope_type": "default"} | ROPE)):
         model = shutil.copytree(tiny_reader, tmp_path / name)
-        out = tmp_path / f"{name}-folded"
-        config = read_json(model / "config.json")
-        (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-        convert(out, model, to="mqa", **LITTLE)
-        assert read_json(out / "config.json")["rope_parameters"] == rope
-        written.append(tensors(out))
-    dynamic, plain = written
-    assert all(torch.equal(dynamic[name], plain[name]) for name in plain)
+        outs.append(tmp_path / f"{name}-folded")
+        edit_json(model / "config.json", rope_parameters=rope)
+        convert(outs[-1], model, to="mqa", **LITTLE)
+        assert read_json(outs[-1] / "config.json")["rope_parameters"] == rope
+    assert_same_tensors(*outs)
 
 
 def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path):

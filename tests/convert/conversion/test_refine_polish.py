@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.checkpoints import read_json, tensors
+from helpers.checkpoints import assert_same_tensors, read_json, tensors
 from helpers.forked import snapshot
 
 from kvfold.convert import InputError
@@ -85,9 +85,7 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     lines = [line for line in shown if line.startswith("polished")]
     assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]
     convert(tmp_path / "plain", tiny_reader, **MQA)
-    polished = tensors(tmp_path / "polished")
-    plain = tensors(tmp_path / "plain")
-    assert all(torch.equal(polished[name], plain[name]) for name in plain)
+    assert_same_tensors(tmp_path / "polished", tmp_path / "plain")
     assert "trained together" not in (tmp_path / "polished" / "README.md").read_text()
 
 

@@ -2,12 +2,11 @@
 other kinds.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, convert, read_json, run_conversion
+from helpers.checkpoints import add_demo_tokenizer, convert, edit_json, read_json, run_conversion
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,16 +24,13 @@ def source(tiny_family, tmp_path):
     return folder
 
 
-def edit(file, **changes):
-    """Change entries of a JSON file."""
-    file.write_text(json.dumps({**(read_json(file) if file.exists() else {}), **changes}))
-
-
 def test_code_stays_behind_and_is_not_named(source, tmp_path):
-    edit(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     auto_map = {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}
-    edit(source / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="XTokenizer")
-    edit(source / "processor_config.json", auto_map={"AutoProcessor": "processing_x.X"}, size=3)
+    edit_json(source / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="XTokenizer")
+    edit_json(
+        source / "processor_config.json", auto_map={"AutoProcessor": "processing_x.X"}, size=3
+    )
     for name in ("modeling_x", "tokenization_x", "processing_x"):
         (source / f"{name}.py").write_text("raise SystemExit('run')\n")
     out = convert(source, tmp_path / "out", 2)
@@ -47,7 +43,7 @@ def test_code_stays_behind_and_is_not_named(source, tmp_path):
 
 
 def test_an_adapter_beside_the_model_is_one_warning(source, tmp_path, capsys):
-    edit(source / "adapter_config.json", peft_type="LORA", base_model_name_or_path="org/base")
+    edit_json(source / "adapter_config.json", peft_type="LORA", base_model_name_or_path="org/base")
     save_file({"x.lora_A.weight": torch.ones(1)}, source / "adapter_model.safetensors")
     (note,) = inspect_checkpoint(source).notes
     assert "adapter_config.json" in note
@@ -60,16 +56,9 @@ def test_an_adapter_beside_the_model_is_one_warning(source, tmp_path, capsys):
 
 def test_a_cache_that_is_switched_off_is_one_warning(source):
     """As training with gradient checkpointing leaves it."""
-    edit(source / "config.json", use_cache=False)
+    edit_json(source / "config.json", use_cache=False)
     (note,) = inspect_checkpoint(source).notes
     assert "use_cache" in note
-
-
-def test_a_tokenizer_of_any_name_is_passed_on(source, tmp_path):
-    (source / "tokenizer.json").rename(source / "tekken.json")
-    (source / "tokenizer_config.json").unlink()
-    out = convert(source, tmp_path / "out", 2)
-    assert (out / "tekken.json").read_bytes() == (source / "tekken.json").read_bytes()
 
 
 def test_the_packages_that_a_sentencepiece_model_needs_are_named(

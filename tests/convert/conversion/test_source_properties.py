@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import convert, full_split, read_json, run_conversion, tensors
+from helpers.checkpoints import convert, edit_json, full_split, read_json, run_conversion, tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -69,8 +69,7 @@ def test_a_head_that_differs_from_the_embedding_stays(family, options, two_heads
 def test_layout_engine_copies_the_head_that_is_stored(two_heads):
     options = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "layout": "engine"}
     source = two_heads("llama")
-    config = read_json(source / "config.json")
-    (source / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    edit_json(source / "config.json", attention_bias=False)
     stored = {name: value for name, value in tensors(source).items() if "_proj.bias" not in name}
     save_file(stored, source / "model.safetensors")
     plan = make_plan(ConvertRequest(source, "out", **options), open_checkpoint(source))

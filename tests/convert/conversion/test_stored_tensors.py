@@ -2,13 +2,20 @@
 converted as if it had the usual names, everything else is refused in one line.
 """
 
-import json
 import re
 
 import pytest
 import torch
-from helpers.checkpoints import convert, full_split, read_json, run_conversion, tensors
-from safetensors.torch import load_file, save_file
+from helpers.checkpoints import (
+    assert_same_tensors,
+    convert,
+    edit_json,
+    full_split,
+    read_json,
+    run_conversion,
+    tensors,
+)
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert import inspect_checkpoint
@@ -50,10 +57,7 @@ def test_a_tied_head_in_place_of_the_embedding(tiny_family, tmp_path, family):
     assert tensors(other).keys() != tensors(source).keys()
     for name, folder in (("a", source), ("b", other)):
         run_conversion(folder, tmp_path / name, to="mqa", method="mean")
-    made = tensors(tmp_path / "b")
-    expected = tensors(tmp_path / "a")
-    assert made.keys() == expected.keys()
-    assert all(torch.equal(made[name], expected[name]) for name in made)
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
     record = read_json(tmp_path / "b" / "kvfold.json")
     assert record["source"]["sha256"] == open_checkpoint(other).compute_model_digest()
     tokens = torch.arange(3, 12)[None]
@@ -80,10 +84,7 @@ def test_experts_in_one_tensor_as_transformers_saves_them(tiny_family, tmp_path,
     for name, options in runs:
         for folder in (source, tmp_path / "fused"):
             run_conversion(folder, tmp_path / f"{name}-{folder.name}", **options)
-        made = tensors(tmp_path / f"{name}-fused")
-        expected = tensors(tmp_path / f"{name}-{source.name}")
-        assert made.keys() == expected.keys()
-        assert all(torch.equal(made[name], expected[name]) for name in made)
+        assert_same_tensors(tmp_path / f"{name}-fused", tmp_path / f"{name}-{source.name}")
 
 
 def test_a_head_with_the_name_that_transformers_gives_all_heads(tiny_family, tmp_path):
@@ -108,10 +109,7 @@ def test_names_without_the_prefix_of_the_base_model(tiny_family, tmp_path, famil
     )
     for folder in (source, inner):
         run_conversion(folder, tmp_path / f"of-{folder.name}", to="mqa", method="mean")
-    made = tensors(tmp_path / "of-inner")
-    expected = tensors(tmp_path / f"of-{source.name}")
-    assert made.keys() == expected.keys()
-    assert all(torch.equal(made[name], expected[name]) for name in made)
+    assert_same_tensors(tmp_path / "of-inner", tmp_path / f"of-{source.name}")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +149,5 @@ def test_a_missing_head_is_named_with_its_way_out(tiny_family, tmp_path, refused
     with refused() as caught:
         inspect_checkpoint(bare)
     assert "tie_word_embeddings" in caught.value.message
-    config = read_json(bare / "config.json") | {"tie_word_embeddings": True}
-    (bare / "config.json").write_text(json.dumps(config))
+    edit_json(bare / "config.json", tie_word_embeddings=True)
     assert inspect_checkpoint(bare).family == "llama"
-    assert load_file(bare / "model.safetensors").keys() == tensors(source).keys() - {
-        "lm_head.weight"
-    }

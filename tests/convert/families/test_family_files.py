@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.checkpoints import read_json
 from helpers.processes import run_python
 
 from kvfold.convert.families import schema, values
@@ -15,7 +16,7 @@ from kvfold.convert.families.family import list_supported_model_types, load_fami
 from kvfold.convert.families.model import Model
 
 FOLDER = Path(schema.__file__).parent
-ROLES = json.loads(Path(__file__).with_name("roles.json").read_text())
+ROLES = read_json(Path(__file__).with_name("roles.json"))
 TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases import mostly_slow, read_cases
+from helpers.checkpoints import read_json
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -50,7 +51,7 @@ def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
 
 class Decoder:
     def __init__(self, folder, stock):
-        self.model = make_model(json.loads((folder / "config.json").read_text()))
+        self.model = make_model(read_json(folder / "config.json"))
         self.tensors = load_file(folder / "model.safetensors")
         self.block = self.model.block
         self.names = self.model.names_by_role

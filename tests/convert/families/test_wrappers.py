@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import precision, wrappers
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, convert, stock_model, tensors
+from helpers.checkpoints import add_demo_tokenizer, convert, read_json, stock_model, tensors
 from helpers.walks import run_stream
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -56,7 +56,7 @@ def same(found: Path, expected: Path, given: dict[str, torch.Tensor]) -> None:
 
 
 def configs(*folders: Path) -> list[dict]:
-    return [json.loads((folder / "config.json").read_text()) for folder in folders]
+    return [read_json(folder / "config.json") for folder in folders]
 
 
 @pytest.mark.parametrize("name", mostly_slow(WRAPPERS, 4))

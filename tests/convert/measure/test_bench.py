@@ -1,13 +1,11 @@
 """``kvfold bench``: models, measurements and table."""
 
-import json
-
 import pytest
 import torch
-from click.testing import CliRunner
+from helpers.checkpoints import read_json, run_conversion
+from helpers.processes import run_kvfold
 
-from kvfold.convert import ConvertRequest, bench_checkpoints, convert_checkpoint
-from kvfold.convert.cli import kvfold
+from kvfold.convert import bench_checkpoints
 from kvfold.convert.commands.bench_command import format_benchmark
 from kvfold.convert.measure import bench
 from kvfold.convert.request import BenchRequest
@@ -80,12 +78,11 @@ def test_sources_and_results_are_timed(tiny_family, tmp_path, family, target, fo
         options = {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}
     source = str(tiny_family(family, **({"mlp_bias": False} if family == "llama" else {})))
     out = tmp_path / "out"
-    convert_checkpoint(ConvertRequest(model=source, out=str(out), quiet=True, **options))
+    run_conversion(source, out, **options)
     file = tmp_path / "bench.json"
     command = ["bench", source, out, "--context", 16, "--prefill-tokens", 0, "--seconds", 1e-3]
-    done = CliRunner().invoke(kvfold, list(map(str, [*command, "--json", file])))
-    assert done.exit_code == 0, done.output
-    rows = json.loads(file.read_text())["rows"]
+    run_kvfold(*command, "--json", file)
+    rows = read_json(file)["rows"]
     assert [row["form"] for row in rows] == forms
     assert rows[0]["ratio"] == 1.0
     assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"] == 2 * 2 * 16 * 64 * 4
@@ -96,4 +93,4 @@ def test_sources_and_results_are_timed(tiny_family, tmp_path, family, target, fo
 )
 def test_wrong_requests_are_refused(options, refused):
     with refused():
-        CliRunner().invoke(kvfold, ["bench", *options.split()], catch_exceptions=False)
+        run_kvfold("bench", *options.split())

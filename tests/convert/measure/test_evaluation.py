@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import EvalRequest
@@ -117,7 +117,7 @@ def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
     """Of a family whose config spells the context in its own way."""
     model = shutil.copytree(tiny_family("gpt2", vocab_size=2048), tmp_path / "gpt2")
     add_demo_tokenizer(model)
-    context = json.loads((model / "config.json").read_text())["n_positions"]
+    context = read_json(model / "config.json")["n_positions"]
     for length in (context + 1, 1):
         request = EvalRequest(model, model, lengths=[length], retrieval=False, quiet=True)
         with refused() as error:
@@ -128,8 +128,7 @@ def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
 def test_a_context_too_short_for_retrieval_is_measured_without(tiny_family, tmp_path, refused):
     model = shutil.copytree(tiny_family("llama", vocab_size=2048), tmp_path / "llama")
     add_demo_tokenizer(model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    edit_json(model / "config.json", max_position_embeddings=64)
     request = EvalRequest(model, model, samples=2, quiet=True)
     with refused() as error:
         evaluation.eval_checkpoints(request)

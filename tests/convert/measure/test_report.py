@@ -1,27 +1,21 @@
 """``--report``: a page that loads nothing, with plots of what was measured."""
 
-import json
 import re
 import sys
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
+from helpers.checkpoints import read_json
+from helpers.processes import run_kvfold
 
 from kvfold.convert import console, inspect_checkpoint
-from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion.judgment import LossFigures
 from kvfold.convert.measure.plots import plot_loss_by_cache
 from kvfold.convert.measure.report import write_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 TEXT = ["--samples", 2, "--seq-len", 16]
-
-
-def run(*arguments):
-    done = CliRunner().invoke(kvfold, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
 
 
 def read_page(folder):
@@ -38,20 +32,20 @@ def folder(tmp_path_factory, reader):
     folder = tmp_path_factory.mktemp("report")
     targets = ["--targets", "mla:16+8", "mqa", "--within", 0.999, "--out", folder / "mqa"]
     files = ["--json", folder / "sweep.json", "--report", folder / "sweep"]
-    run("sweep", reader, *targets, *TEXT, *files)
+    run_kvfold("sweep", reader, *targets, *TEXT, *files)
     options = ["--to", "mqa", "--quiet", "--report", folder / "convert"]
-    run("convert", reader, folder / "out", *options, *TEXT)
+    run_kvfold("convert", reader, folder / "out", *options, *TEXT)
     text = ["--samples", 2, "--seq-len", 128]
-    run("drift", reader, folder / "out", *text, "--report", folder / "drift")
+    run_kvfold("drift", reader, folder / "out", *text, "--report", folder / "drift")
     return folder
 
 
 def test_a_sweep_decides_and_writes(folder):
-    found = json.loads((folder / "sweep.json").read_text())
+    found = read_json(folder / "sweep.json")
     assert [row["target"] for row in found["rows"]] == ["mla:16+8", "mqa"]
     assert found["smallest"] == "mqa"
     assert inspect_checkpoint(folder / "mqa").attention == "MQA"
-    drift = json.loads((folder / "mqa" / "kvfold.json").read_text())["drift"]
+    drift = read_json(folder / "mqa" / "kvfold.json")["drift"]
     assert drift["kl"]["value"] == found["rows"][1]["kl"]["value"]
     assert drift["excess"]["value"] == pytest.approx(found["rows"][1]["excess"]["value"])
 
@@ -59,7 +53,7 @@ def test_a_sweep_decides_and_writes(folder):
 def test_a_sweep_without_a_target_within_the_limit_writes_nothing(tmp_path, reader, refused):
     options = ["--targets", "mla:2+2", "--within", 1e-9, "--out", tmp_path / "out", *TEXT]
     with refused() as caught:
-        run("sweep", reader, *options)
+        run_kvfold("sweep", reader, *options)
     assert caught.value.field == "within"
     assert not list(tmp_path.iterdir())
 
@@ -116,5 +110,5 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_read(
     if name == "FOLDER":  # without matplotlib
         monkeypatch.setattr(console, "find_spec", lambda name: None)
     with refused() as error:
-        run("drift", "nothing", "nothing", "--report", name)
+        run_kvfold("drift", "nothing", "nothing", "--report", name)
     assert error.value.field == "report"

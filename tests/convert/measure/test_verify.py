@@ -1,15 +1,14 @@
 """``kvfold verify``: what was written is sound; everything that differs later is named."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers.checkpoints import edit_json, read_json, run_conversion, tensors
 from safetensors.torch import save_file
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
+from kvfold.convert import InputError, verify_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.verify import require_intact
 
@@ -23,12 +22,10 @@ def out(demo_latent, tmp_path):
 def test_what_was_written_is_sound(demo_latent, tmp_path, name):
     out = demo_latent if name == "latent" else tmp_path / "fold"
     if name == "fold":
-        convert_checkpoint(
-            ConvertRequest(demo_folder(), out, to="gqa", kv_heads=4, method="mean", quiet=True)
-        )
+        run_conversion(demo_folder(), out, to="gqa", kv_heads=4, method="mean")
     done = verify_checkpoint(str(out))
     require_intact(done)
-    record = json.loads((out / "kvfold.json").read_text())
+    record = read_json(out / "kvfold.json")
     assert set(record["files"]) == {path.name for path in out.iterdir()} - {"kvfold.json"}
     assert (done.problems, done.files) == ([], len(record["files"]))
     source = verify_checkpoint(str(demo_folder()))
@@ -61,9 +58,9 @@ def test_a_change_of_any_byte_is_found(out):
             problems = [error.message]
         assert problems, position
     file.write_bytes(sound)
-    record = json.loads((out / "kvfold.json").read_text())
-    del record["tensors"]["model.norm.weight"]["sha256"]
-    (out / "kvfold.json").write_text(json.dumps(record))
+    stored = read_json(out / "kvfold.json")["tensors"]
+    del stored["model.norm.weight"]["sha256"]
+    edit_json(out / "kvfold.json", tensors=stored)
     (problem,) = verify_checkpoint(out).problems
     assert "model.norm.weight" in problem
 
@@ -109,9 +106,7 @@ def test_a_record_that_is_none(out, content):
 
 
 def test_a_record_without_hashes_of_tensors(out, refused):
-    record = json.loads((out / "kvfold.json").read_text())
-    for entry in record["tensors"].values():
-        del entry["sha256"]
-    (out / "kvfold.json").write_text(json.dumps(record))
+    names = read_json(out / "kvfold.json")["tensors"]
+    edit_json(out / "kvfold.json", tensors={name: {} for name in names})
     with refused():
         verify_checkpoint(out)

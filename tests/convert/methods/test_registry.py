@@ -1,6 +1,5 @@
 """Methods and objectives plug in: one new file each, from the command line and from Python."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from helpers.checkpoints import tensors
+from helpers.checkpoints import read_json, run_conversion, tensors
+from helpers.processes import run_kvfold
 
-from kvfold.convert import ConvertRequest, InputError, cli, convert_checkpoint
+from kvfold.convert import ConvertRequest, InputError
 from kvfold.convert.data import demo_folder
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import list_methods
+from kvfold.convert.options import format_argv
 
 WAYS = ("command line", "python")
 FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
@@ -37,17 +37,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def converted(way: str, out: Path, **options: Any) -> None:
     """Convert the shipped model into ``out``."""
     if way == "python":
-        convert_checkpoint(ConvertRequest(demo_folder(), out, quiet=True, **options))
-        return
-    words = [
-        word
-        for name, value in options.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    done = CliRunner().invoke(
-        cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
+        run_conversion(demo_folder(), out, **options)
+    else:
+        run_kvfold("convert", demo_folder(), out, *format_argv(options))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -55,7 +47,7 @@ def test_a_method_of_a_module(tmp_path, way: str) -> None:
     out = tmp_path / "out"
     name = "toy_method:loudest"
     converted(way, out, to="gqa", kv_heads=2, method=name)
-    assert json.loads((out / "kvfold.json").read_text())["request"]["method"] == name
+    assert read_json(out / "kvfold.json")["request"]["method"] == name
     card = (out / "README.md").read_text()
     assert "Each group keeps its loudest head." in card
     assert f"--method {name}" in card
@@ -71,10 +63,8 @@ def test_a_method_of_a_module(tmp_path, way: str) -> None:
 def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> None:
     import toy_method  # noqa: F401  # registers its name
 
-    text = {"samples": 4, "seq_len": 32, "refine": 2, "quiet": True}
-    done = convert_checkpoint(
-        ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="loudest", **text)
-    )
+    text = {"samples": 4, "seq_len": 32, "refine": 2}
+    done = run_conversion(tiny_reader, tmp_path / "out", to="mqa", method="loudest", **text)
     assert len(done.record["refinement"]) == 2
 
 
@@ -91,8 +81,8 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
     out = tmp_path / "out"
     name = "toy_objective:nearest-keys"
     converted(way, out, objective=name, **FEW)
-    assert json.loads((out / "kvfold.json").read_text())["request"]["objective"] == name
-    assert "objective" not in json.loads((usual / "kvfold.json").read_text())["request"]
+    assert read_json(out / "kvfold.json")["request"]["objective"] == name
+    assert "objective" not in read_json(usual / "kvfold.json")["request"]
     before = tensors(usual)
     after = tensors(out)
     keys, values = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")

@@ -2,13 +2,11 @@
 whoever reads it first.
 """
 
-import json
 import shutil
 
 import pytest
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, edit_json, run_conversion
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 
@@ -37,10 +35,9 @@ def test_a_wrong_value_is_named(tmp_path, tiny_family, family, key, changes):
     source = tiny_family(family, vocab_size=2048) if family else demo_folder()
     model = shutil.copytree(source, tmp_path / "model")
     add_demo_tokenizer(model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **changes}))
-    options = {"to": "mqa", "group": "contiguous", "samples": 1, "seq_len": 8, "quiet": True}
-    named = rf"^config.json: {key}\b.* must be " if key else r"config\.json"
+    edit_json(model / "config.json", **changes)
+    options = {"to": "mqa", "group": "contiguous", "samples": 1, "seq_len": 8}
+    named = rf"config.json: {key}\b.* must be " if key else r"config\.json"
     with pytest.raises(InputError, match=named):
-        convert_checkpoint(ConvertRequest(str(model), str(tmp_path / "out"), **options))
+        run_conversion(model, tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

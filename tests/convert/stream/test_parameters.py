@@ -1,12 +1,12 @@
 """Parameters from stored tensors, by transformers' own conversions."""
 
-import json
 import shutil
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from helpers.checkpoints import edit_json
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
@@ -101,7 +101,6 @@ def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(
     """
     family = "mixtral" if "num_experts_per_tok" in changes else "llama"
     model = shutil.copytree(tiny_family(family), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | changes))
+    edit_json(model / "config.json", **changes)
     with refused():
         load_model(open_checkpoint(model), torch.float32, False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import precision
 from helpers.cases import read_cases
-from helpers.checkpoints import convert, tensors
+from helpers.checkpoints import convert, read_json, tensors
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from kvfold.attention import absorb
@@ -91,7 +91,7 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
     assert torch.equal(made[f"{experts}.gate_up_proj"], torch.cat([gate, up], 1))
     assert torch.equal(made[f"{experts}.down_proj"], down)
     assert torch.equal(made["model.layers.1.mlp.gate.weight"], stored[f"{name}.gate.weight"])
-    origins = json.loads((out / "kvfold.json").read_text())["tensors"]
+    origins = read_json(out / "kvfold.json")["tensors"]
     assert origins[f"{experts}.down_proj"]["from"] == [
         f"{name}.experts.{expert}.w2.weight" for expert in range(4)
     ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import read_model, stock_model, tensors
+from helpers.checkpoints import read_json, read_model, stock_model, tensors
 from helpers.layers import attend_latent
 from safetensors.torch import save_file
 from torch import nn
@@ -194,7 +194,7 @@ def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, 
     assert not any(word in said for word in ("warn", "unexpected", "missing", "not initialized"))
     first.save_pretrained(tmp_path / "second")
     assert torch.equal(logits(stock_model(tmp_path / "second")), logits(first))
-    wrote = json.loads((tmp_path / "config.json").read_text())
+    wrote = read_json(tmp_path / "config.json")
     read = AutoConfig.from_pretrained(tmp_path)
     respelled = {"architectures", "dtype", "torch_dtype", "rope_parameters"}
     assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()

@@ -16,7 +16,15 @@ import pytest
 import torch
 from helpers import precision
 from helpers.cases import mostly_slow, read_cases
-from helpers.checkpoints import add_demo_tokenizer, convert, full_split, read_model, stock_model
+from helpers.checkpoints import (
+    add_demo_tokenizer,
+    convert,
+    edit_json,
+    full_split,
+    read_json,
+    read_model,
+    stock_model,
+)
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS
@@ -232,7 +240,7 @@ def test_conversions_are_calibrated_checked_and_described(
 ):
     source = readable(tiny_family(name, vocab_size=2048), tmp_path)
     out = convert(source, tmp_path / "out", samples=4, seq_len=32, **options)
-    record = json.loads((out / "kvfold.json").read_text())
+    record = read_json(out / "kvfold.json")
     assert (record["attention"]["to"], record["request"]["layout"]) == (attention, "kvfold")
     assert record["drift"]["cache_bytes_per_token"] == {"source": 1024, "student": 2 * 4 * elements}
     assert (out / "modeling_kvfold.py").read_text() == inspect.getsource(modeling_kvfold)
@@ -260,7 +268,7 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
     text = demo_tokens(source)
     expected = stock_model(source)(text).logits
     torch.testing.assert_close(stock_model(out)(text).logits, expected, rtol=1e-4, atol=1e-4)
-    record = json.loads((out / "kvfold.json").read_text())
+    record = read_json(out / "kvfold.json")
     assert record["attention"] == {"from": "GQA-4", "to": "MLA 64+16+4"}
     assert record["drift"]["cache_bytes_per_token"]["student"] == 2 * 4 * (64 + 16 + 4)
 
@@ -307,9 +315,8 @@ def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
 @pytest.mark.parametrize("kv_heads", [3, 2])
 def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_path, refused):
     out = convert(tiny_family("gpt_neox"), tmp_path / "out", kv_heads=4)
-    config = json.loads((out / "config.json").read_text())
-    config["kvfold"]["kv_heads"] = kv_heads
-    (out / "config.json").write_text(json.dumps(config))
+    block = read_json(out / "config.json")["kvfold"]
+    edit_json(out / "config.json", kvfold={**block, "kv_heads": kv_heads})
     with refused():
         inspect_checkpoint(str(out))
 

@@ -13,10 +13,17 @@ import torch
 from accelerate.state import AcceleratorState
 from helpers import forked
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, stock_model, tensors
+from helpers.checkpoints import (
+    add_demo_tokenizer,
+    assert_same_tensors,
+    read_json,
+    run_conversion,
+    stock_model,
+    tensors,
+)
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, device
+from kvfold.convert import device
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
@@ -78,9 +85,7 @@ def converted(source, text, tmp_path_factory):
         out = parent / target
         if not out.exists():
             options = {"calibration": str(text)} if target == "engine" else {}
-            convert_checkpoint(
-                ConvertRequest(str(source), str(out), **TARGETS[target], **options, quiet=True)
-            )
+            run_conversion(source, out, **TARGETS[target], **options)
         return out
 
     return folder
@@ -179,8 +184,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
     (work / "best.pt.new").touch()  # killed while it wrote this one
     assert run() == whole
-    whole, resumed = (tensors(tmp_path / name) for name in ("whole", "out"))
-    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    assert_same_tensors(tmp_path / "out", tmp_path / "whole")
     assert not work.exists()
 
 
@@ -200,7 +204,7 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
     drift = record["held_out"]
     assert drift["after"]["eval_kl"] < 0.9 * drift["before"]["eval_kl"]
     assert drift["after"]["eval_excess"] < drift["before"]["eval_excess"]
-    before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
+    before, after = (read_json(folder / "kvfold.json") for folder in (start, out))
     assert after["drift_before_uptraining"] == before.pop("drift")
     assert after["files"].keys() == before.pop("files").keys()
     assert after["tensors"].keys() == before.pop("tensors").keys()
@@ -217,12 +221,12 @@ def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(text, tmp_p
     monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape: 4.0)
     start = tmp_path / "mqa"
     out = tmp_path / "out"
-    convert_checkpoint(ConvertRequest(str(demo_folder()), str(start), **TARGETS["mqa"], quiet=True))
+    run_conversion(demo_folder(), start, **TARGETS["mqa"])
     assert (
         train(start, out, text, steps=1, batch_tokens=64, eval_every=0)["precision"] == "bfloat16"
     )
     assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_json(out / "config.json")["dtype"] == "bfloat16"
     assert "lm_head.weight" not in tensors(out)  # a tied head stays tied
 
 
@@ -262,9 +266,7 @@ def test_what_is_written_is_the_best_state_even_that_before_training(
     errors = [row["eval_kl"] for row in record["log"] if "eval_kl" in row]
     assert errors[0] < min(errors[1:])
     assert record["held_out"]["after"] == record["held_out"]["before"]
-    before = tensors(converted("free"))
-    after = tensors(tmp_path / "out")
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert_same_tensors(tmp_path / "out", converted("free"))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
     ended = forked.run_ranks(tmp_path / "log", work)
     assert [end.status for end in ended] == [0, 0], ended
     train(start, tmp_path / "one", text, **options)
-    records = [json.loads((tmp_path / name / "kvfold.json").read_text()) for name in ("one", "two")]
+    records = [read_json(tmp_path / name / "kvfold.json") for name in ("one", "two")]
     rows = [record["uptraining"]["log"] for record in records]
     assert len(rows[0]) == len(rows[1]) == 7
     for name in ("loss", "eval_loss", "eval_kl", "eval_excess"):
