@@ -50,11 +50,11 @@ SAMPLES = 8
 LENGTH = 256
 # Functions whose time, with all that they call, is a part. Candidates are compared within a fit.
 PARTS = {
-    "survey": "survey_layer",
-    "fit": "fit_layer",
-    "compare": "error",
-    "passes": "_run_layer",
-    "output fit": "refit_output_projection",
+    "survey": ("slots.py", "survey_layer"),
+    "fit": ("layers.py", "fit_layer"),
+    "compare": ("walk.py", "measure_error"),
+    "passes": ("walk.py", "_run_layer"),
+    "output fit": ("output_fit.py", "refit_output_projection"),
 }
 
 
@@ -97,7 +97,6 @@ def measure_conversion(folder: Path, out: Path, target: str, profile: bool) -> R
         model=str(folder),
         out=str(out),
         **TARGETS[target],
-        calibration=("sample",),
         samples=SAMPLES,
         seq_len=LENGTH,
         device="cpu",
@@ -112,10 +111,11 @@ def measure_conversion(folder: Path, out: Path, target: str, profile: bool) -> R
     stats = pstats.Stats(profiler)
     if profile:
         stats.sort_stats("cumtime").print_stats("kvfold|linalg", 40)
-    times: dict[str, float] = {}
-    for (_, _, name), (_, _, _, cumulative, _) in stats.stats.items():  # type: ignore[attr-defined]
-        times[name] = times.get(name, 0) + cumulative
-    parts = {part: round(times.get(name, 0), 1) for part, name in PARTS.items()}
+    times = {
+        (Path(file).name, name): figures[3]
+        for (file, _, name), figures in stats.stats.items()  # type: ignore[attr-defined]
+    }
+    parts = {part: round(times.get(function, 0), 1) for part, function in PARTS.items()}
     parts["fit"] = round(parts["fit"] - parts["compare"], 1)
     return {
         "cpu_seconds": round(seconds, 1),
@@ -135,8 +135,9 @@ def measure_rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
         make_shape(folder, shape)
         for target in args.targets or TARGETS:
             for code, path in codes.items():
-                biased = shape.startswith("qwen") and target == "MLA engine"
-                if (shape, target, code) in known or biased:
+                impossible = target == "GQA-8" and "num_key_value_heads" in SHAPES[shape]
+                impossible |= target == "MLA engine" and shape.startswith("qwen")  # has biases
+                if (shape, target, code) in known or impossible:
                     continue
                 command = [sys.executable, "-P", __file__, "--work", str(args.work)]
                 command += ["--only", shape, "--targets", target, "--child"]
