@@ -92,18 +92,13 @@ def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
     return rows[..., :-1], rows[..., -1] if present else None
 
 
-def compute_joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
-    """Return second moments ``[n, D, n, D]`` between all dims of all heads, from projections ``rows
-    [n, D, F]`` and the inputs' ``moment [F, F]``.
+def compute_joint_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return second moments ``[n, D, n, D]`` between all dims of all heads in float64, from
+    projections ``rows [n, D, E+1]`` of whitened inputs (`whiten_inputs`); products are in
+    ``dtype``.
     """
-    return torch.einsum("iaf,jbf->iajb", rows @ moment, rows)
-
-
-def compute_head_moments(rows: Tensor, moment: Tensor) -> Tensor:
-    """Return the second moment ``[n, D, D]`` of each head alone, from projections ``rows [n, D,
-    F]`` and the inputs' ``moment [F, F]``.
-    """
-    return (rows @ moment) @ rows.mT
+    flat = rows.flatten(0, 1).to(dtype)
+    return (flat @ flat.mT).view(*rows.shape[:2], *rows.shape[:2]).double()
 
 
 def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
@@ -214,30 +209,30 @@ def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], -2)
 
 
-def make_pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
-    """Return the unitary matrix ``U [D, D]`` that maps half-split rotary pairs to ``(x_l + i y_l) /
-    sqrt 2`` and ``(x_l - i y_l) / sqrt 2``, in which rotation is diagonal.
-    """
-    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w =
-    # theta, -theta, 0.
-    basis = torch.eye(dims, dtype=torch.complex128, device=device)
-    low, high = torch.arange(2 * pairs, device=device).chunk(2)
-    basis[low, low] = basis[high, low] = 0.5**0.5
-    basis[low, high], basis[high, high] = 1j * 0.5**0.5, -1j * 0.5**0.5
-    return basis
-
-
 def average_rotations(
     moment: Tensor, phi: Tensor, pairs: int, right_pairs: int | None = None
 ) -> Tensor:
     """Return ``E[R moment S^T]``, the average over rotations ``R`` and ``S`` by one random
     distance: real ``[..., D, D]``.
 
-    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `make_pair_basis` of
-    rows and columns. The first dims rotate, in ``pairs`` pairs of rows and ``right_pairs`` of
-    columns; without ``right_pairs``, columns are as rows.
+    The first ``2 pairs`` rows are the real, then the imaginary parts of rotary pairs ``x + iy``; so
+    are the first ``2 right_pairs`` columns (default ``pairs``). ``phi [..., D, D]``: the averages
+    ``E e^{-i (w_a - w_b) delta}`` with ``w = theta, -theta, 0`` for the pairs, their conjugates,
+    and dims that do not rotate; so the conjugates' part of ``phi`` is the conjugate of the pairs'.
     """
-    rows, columns = moment.shape[-2:]
-    left = make_pair_basis(pairs, rows, moment.device)
-    right = left if right_pairs is None else make_pair_basis(right_pairs, columns, moment.device)
-    return torch.real(left.mH @ ((left @ moment.to(left.dtype) @ right.mH) * phi) @ right)
+    columns = pairs if right_pairs is None else right_pairs
+    # E[p q^T] and E[p conj(q)^T] for pairs p of rows and q of columns, both times 2.
+    rows = torch.complex(moment[..., :pairs, :], moment[..., pairs : 2 * pairs, :])
+    real = rows[..., :columns]
+    imaginary = 1j * rows[..., columns : 2 * columns]
+    turned = phi[..., :pairs, :]
+    same = (real - imaginary) * turned[..., :columns] / 2
+    mirrored = (real + imaginary) * turned[..., columns : 2 * columns] / 2
+    other = rows[..., 2 * columns :] * turned[..., 2 * columns :]
+    both = torch.cat([same + mirrored, 1j * (same - mirrored), other], -1)
+    still = moment[..., 2 * pairs :, :]
+    factors = phi[..., 2 * pairs :, :]
+    across = torch.complex(still[..., :columns], -still[..., columns : 2 * columns])
+    across = across * factors[..., :columns]
+    rest = still[..., 2 * columns :] * factors[..., 2 * columns :].real
+    return torch.cat([both.real, both.imag, torch.cat([across.real, -across.imag, rest], -1)], -2)

@@ -29,11 +29,13 @@ from kvfold.convert.transforms.fold.score_fit import SCORES, average_dim_rotatio
 from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize_norm, linearize_norms
 from kvfold.convert.transforms.linalg import (
     append_bias,
-    compute_head_moments,
+    choose_product_dtype,
+    compute_covariance_root,
     compute_input_moment,
     compute_joint_moment,
     compute_output_metric,
     split_bias,
+    whiten_inputs,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -79,13 +81,21 @@ def compute_layer_moments(
         fitted = linearize_norms(weights, statistics)
         keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
     queries = linearize_norm(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    root = compute_covariance_root(moment)
+    dtype = choose_product_dtype(1, len(root))
+
+    def whiten(rows: Tensor) -> Tensor:
+        """Return projections ``rows [n, D, F]`` on whitened inputs."""
+        return whiten_inputs(rows, root, moment[-1], dtype)
+
     amplitudes = rotary.expand_amplitude(keys.rows)
+    white_queries = whiten(amplitudes * queries.affine)
     # Without an output bias, the values' bias is part of the fit (_fold_value_biases).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     heads = GroupMoments(
-        keys=compute_joint_moment(amplitudes * keys.affine, moment),
-        queries=compute_head_moments(amplitudes * queries.affine, moment),
-        values=compute_joint_moment(values, moment),
+        keys=compute_joint_moment(whiten(amplitudes * keys.affine), dtype),
+        queries=white_queries @ white_queries.mT,
+        values=compute_joint_moment(whiten(values), dtype),
         phi=average_dim_rotations(statistics.profile, context, rotary, weights.head_dim),
         metric=compute_output_metric(weights.o, weights.kv_heads),
         pairs=rotary.dims // 2,

@@ -18,8 +18,8 @@ problem of size ``D``:
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the query heads h of head j of <A_h Q_h>_-h
 
 where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
-(`make_pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h``
-from `average_dim_rotations`.
+rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from
+`average_dim_rotations` (`linalg.average_rotations`).
 """
 
 from dataclasses import dataclass

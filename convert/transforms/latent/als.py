@@ -90,7 +90,8 @@ class RotationMoments:
     Rotation multiplies each pair by ``e^{-i theta delta}``, independently of the inputs.
 
     left, right: ``[H, p]`` and ``[H, q]``, the mean factors ``E e^{-i theta delta}`` of the pairs
-    variation: ``[H, 2p, 2q]``, the covariances of the factors in `linalg.make_pair_basis`
+    variation: ``[H, 2p, 2q]``, the covariances of the factors, in the form that
+        `linalg.average_rotations` takes
     """
 
     left: Tensor
