@@ -21,19 +21,18 @@ PLANTED = [
     "click",
     "tokenizers",
 ]
-CONVERT = ("convert", ".", "../out", "--to", "mqa")
-CALIBRATED = ("--samples", "8", "--seq-len", "64")
+CALIBRATED = "--samples 8 --seq-len 64"
 COMMANDS = {
-    "bench": ("bench", ".", "--context", "16", "--batch", "1", "--seconds", "0.1"),
-    "convert": (*CONVERT, "--method", "mean"),
-    "calibrated": (*CONVERT, *CALIBRATED, "--refine", "1"),
-    "inspect": ("inspect", "."),
-    "verify": ("verify", "."),
-    "drift": ("drift", ".", ".", *CALIBRATED),
-    "sweep": ("sweep", ".", "--targets", "mqa", *CALIBRATED),
-    "chat": ("chat", "."),
-    "recipes": ("recipes",),
-    "push": ("push", ".", "me/small"),
+    "bench": "bench . --context 16 --batch 1 --seconds 0.1",
+    "convert": "convert . ../out --to mqa --method mean",
+    "calibrated": f"convert . ../out --to mqa {CALIBRATED} --refine 1",
+    "inspect": "inspect .",
+    "verify": "verify .",
+    "drift": f"drift . . {CALIBRATED}",
+    "sweep": f"sweep . --targets mqa {CALIBRATED}",
+    "chat": "chat .",
+    "recipes": "recipes",
+    "push": "push . me/small",
 }
 QUICK = ("bench", "inspect")
 
@@ -57,7 +56,7 @@ def test_a_command_in_a_strangers_folder(planted: Path, command: str) -> None:
     entry = planted.parent / "bin" / "kvfold"  # as pip writes it
     entry.parent.mkdir()
     entry.write_text("from kvfold.convert.cli import main\nmain()\n")
-    done = run_python(entry, *COMMANDS[command], cwd=planted, check=False)
+    done = run_python(entry, *COMMANDS[command].split(), cwd=planted, check=False)
     assert not (planted.parent / "mark").exists(), (planted.parent / "mark").read_text()
     assert done.returncode == (2 if command == "push" else 0), done.stderr
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import read_cases
 from helpers.checkpoints import edit_json, tensors
 from safetensors.torch import save_file
 
@@ -19,17 +20,7 @@ def out(demo_latent, tmp_path):
     return Path(shutil.copytree(demo_latent, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers"),
-        ({"num_hidden_layers": 5}, "in 5 layers"),
-        ({"kv_lora_rank": "x"}, "config.json: kv_lora_rank must be"),
-        ({"kv_lora_rank": 25}, "kv_a_proj_with_mqa.weight must be [33, 256]"),
-        ({"rope_parameters": "x"}, "config.json: rope_parameters must be"),
-        ({"architectures": {"a": 1}}, "config.json: architectures must be"),
-    ],
-)
+@pytest.mark.parametrize(("values", "problem"), read_cases(__file__)["configs"])
 def test_inspect_names_what_is_wrong(out, values, problem):
     edit_json(out / "config.json", **values)
     with pytest.raises(InputError) as raised:

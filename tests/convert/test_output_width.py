@@ -8,40 +8,39 @@ from helpers.processes import run_kvfold
 from kvfold.convert import demo_folder
 from kvfold.convert.formatting import format_labeled_rows, format_table
 
-TEXT = ["--samples", "2", "--seq-len", "32", "--quiet"]
+TEXT = "--samples 2 --seq-len 32"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the result of a conversion as ``out``."""
     folder = tmp_path_factory.mktemp("width")
-    run_kvfold("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT)
+    run_kvfold("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT.split(), "--quiet")
     return folder
 
 
 @pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        ["inspect", "MODEL"],
-        ["recipes"],
-        ["verify", "out"],
-        ["drift", "MODEL", "out", *TEXT],
-        ["drift", "MODEL", "out", *TEXT, "--layers"],
-        ["eval", "MODEL", "out", "--samples", "2", "--lengths", "128", "--quiet"],
-        ["bench", "MODEL", "out", "--context", "16", "--seconds", "0", "--quiet"],
-        ["sweep", "MODEL", "--targets", "gqa:4,mqa,mla:24+8", *TEXT],
-        ["convert", "MODEL", "new", "--to", "mla", "--budget", "64", "--dry-run"],
-        ["convert", "MODEL", "new", "--to", "mqa", "--overwrite", *TEXT[:4]],
+        "inspect MODEL",
+        "recipes",
+        "verify out",
+        f"drift MODEL out {TEXT} --quiet",
+        f"drift MODEL out {TEXT} --quiet --layers",
+        "eval MODEL out --samples 2 --lengths 128 --quiet",
+        "bench MODEL out --context 16 --seconds 0 --quiet",
+        f"sweep MODEL --targets gqa:4,mqa,mla:24+8 {TEXT} --quiet",
+        "convert MODEL new --to mla --budget 64 --dry-run",
+        f"convert MODEL new --to mqa --overwrite {TEXT}",
     ],
-    ids=lambda words: " ".join(words[:3]),
 )
-def test_every_line_fits_the_terminal(folder, monkeypatch, words, columns):
+def test_every_line_fits_the_terminal(folder, monkeypatch, line, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.chdir(folder)
     (folder / "MODEL").unlink(missing_ok=True)
     (folder / "MODEL").symlink_to(demo_folder())
-    lines = run_kvfold(*words).splitlines()
+    lines = run_kvfold(*line.split()).splitlines()
     assert lines
     assert [line for line in lines if len(line) > columns] == []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import read_cases
 from helpers.checkpoints import edit_json, run_conversion, tensors
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,32 +46,6 @@ def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
         open_checkpoint_headers(folder)
 
 
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [16, 16],
-    "modules_to_not_convert": ["lm_head"],
-}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "all": {
-            "targets": ["Linear"],
-            "weights": {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True},
-            "input_activations": {
-                "type": "int",
-                "num_bits": 8,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-
-
 @pytest.mark.parametrize("tool", ["compressed-tensors", "fp8 blocks"])
 def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
     pytest.importorskip("compressed_tensors", minversion="0.20")
@@ -90,7 +65,7 @@ def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
         stored[name] = codes.flatten(0, 1).flatten(1)
         stored[f"{name}_scale{'' if int8 else '_inv'}"] = scale
         meant[name] = (codes.float() * scale[:, None, :, None]).flatten(0, 1).flatten(1).bfloat16()
-    quantize(model, INT8 if int8 else FP8, stored)
+    quantize(model, read_cases(__file__)["int8" if int8 else "fp8"], stored)
     if int8:
         recipe(0)
     else:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.cases import read_cases
 from helpers.checkpoints import hub_config
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
@@ -68,20 +69,7 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
     assert f"--teacher {hub} " in about["uptrain"]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "expected"),
-    [
-        ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "free"}),
-        (
-            "llama-2-7b-gqa-8",
-            {"samples": 7, "refine": 0},
-            {"to": "gqa", "kv_heads": 8, "samples": 7, "refine": 0},
-        ),
-        ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
-        ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),
-        ("llama-2-7b-gqa-8", {"to": "mla", "budget": 64}, {"to": "mla", "budget": 64}),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "expected"), read_cases(__file__)["overrides"])
 def test_an_override_displaces_what_cannot_stand_beside_it(name, overrides, expected):
     text = {"samples": 128, "seq_len": 512, "refine": "auto"}
     assert request_of(name, **overrides) == ConvertRequest(

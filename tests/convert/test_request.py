@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from helpers.cases import read_cases
 
 from kvfold.convert import (
     BenchRequest,
@@ -74,34 +75,10 @@ def test_automatic_lengths_keep_the_number_of_tokens(options, positions, samples
     assert (request.samples, request.calibration_length) == (samples, length)
 
 
-BUDGET = {"to": "mla", "budget": 64}
-SPLIT = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
+CASES = read_cases(__file__)
 
 
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("model", {"model": 3}),
-        ("out", {"out": " "}),
-        ("kv_heads", {"kv_heads": True}),
-        ("seed", {"seed": 2**63}),
-        ("refine", {"refine": "often"}),
-        ("polish", {"polish": -1}),
-        ("calibration", {"calibration": " "}),
-        ("max_shard_size", {"max_shard_size": "5"}),
-        ("method", {"method": "best"}),
-        ("kv_heads", {"to": "gqa"}),
-        ("group", {"method": "mean", "group": "similar"}),
-        ("calibration", {"method": "mean", "calibration": "a.txt"}),
-        ("effort", {"effort": "normal", "refine": 5}),
-        ("kv_rank", {"to": "mla", "kv_rank": 8}),
-        ("budget", {**BUDGET, "kv_rank": 8}),
-        ("budget", {**BUDGET, "method": "svd"}),
-        ("layout", {**SPLIT, "layout": "deepseek"}),
-        ("layout", {**SPLIT, "layout": "engine", "method": "svd"}),
-        ("rotate_latent", {**BUDGET, "layout": "engine", "rotate_latent": True}),
-    ],
-)
+@pytest.mark.parametrize(("field", "options"), CASES["conversions"])
 def test_an_invalid_conversion_is_refused(field, options, told):
     error = refused(**{"model": "m", "out": "o", "to": "mqa", **options})
     assert error.field == field
@@ -136,7 +113,7 @@ def test_only_options_that_decide_the_result_are_recorded():
     for seeded in ({}, {"method": "random"}, {"method": "mean", "refine": 5}):
         assert "seed" in record(**seeded)
     assert "seed" not in record(method="mean")
-    latent = ConvertRequest(model="m", out="o", **SPLIT)
+    latent = ConvertRequest("m", "o", to="mla", kv_rank=8, rope_dim=8)
     assert latent.collect_result_options()["layout"] == "free"
 
 

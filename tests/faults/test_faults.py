@@ -34,23 +34,14 @@ KINDS = 15  # of faults, that share the cases
 seeds = pytest.mark.parametrize(
     "seed", range(-(-int(os.environ.get("KVFOLD_CASES", "15")) // KINDS))
 )
-OPTIONS = ["--to", "gqa", "--kv-heads", "4", "--method", "mean", "--max-shard-size", "1MB"]
-CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32"]
-POLISHED = [*CALIBRATED, "--polish", "3", "--repeat-text"]
-REFINED = [*CALIBRATED, "--refine", "1"]
-RUNS = {"plain": OPTIONS, "calibrated": CALIBRATED, "polished": POLISHED, "refined": REFINED}
-TRAINING = [
-    "--seq-len",
-    "32",
-    "--batch-tokens",
-    "64",
-    "--steps",
-    "2",
-    "--save-every",
-    "1",
-    "--eval-every",
-    "0",
-]
+CALIBRATED = "--to mqa --group contiguous --samples 4 --seq-len 32"
+RUNS = {
+    "plain": "--to gqa --kv-heads 4 --method mean --max-shard-size 1MB",
+    "calibrated": CALIBRATED,
+    "polished": f"{CALIBRATED} --polish 3 --repeat-text",
+    "refined": f"{CALIBRATED} --refine 1",
+}
+TRAINING = "--seq-len 32 --batch-tokens 64 --steps 2 --save-every 1 --eval-every 0"
 READS = ("preadv", "pread")
 STAGES = ("plain", "calibrated", "polished", "trained")
 
@@ -113,15 +104,15 @@ def parent(tmp_path: Path) -> Path:
     return tmp_path / "parent"
 
 
-def convert(source: Path, out: Path, options: list[str] = OPTIONS) -> Callable[[], object]:
-    return lambda: main(["convert", str(source), str(out), *options, "--quiet"])
+def convert(source: Path, out: Path, options: str = RUNS["plain"]) -> Callable[[], object]:
+    return lambda: main(["convert", str(source), str(out), *options.split(), "--quiet"])
 
 
 def run_of(name: str, source: Path, out: Path) -> Callable[[], object]:
     """A run by its name: ``trained`` is ``kvfold uptrain``, the others are conversions."""
     text = ["--text", str(source.parent / "text.txt"), "--quiet"]
     if name == "trained":
-        return lambda: main(["uptrain", str(source), str(out), *TRAINING, *text])
+        return lambda: main(["uptrain", str(source), str(out), *TRAINING.split(), *text])
     return convert(source, out, RUNS[name])
 
 
@@ -219,7 +210,7 @@ def test_a_killed_run_is_resumed_with_another_request(
         end = forked.run(tmp_path / "log", again)
         if end.status != 0:  # where finished layers wait
             assert "--fresh" in end.stderr, end
-            again = convert(source, parent / "out", [*RUNS[second], "--fresh"])
+            again = convert(source, parent / "out", f"{RUNS[second]} --fresh")
             assert forked.run(tmp_path / "log", again).status == 0
         assert forked.snapshot(parent / "out") == whole[second]
 

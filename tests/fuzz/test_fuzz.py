@@ -49,19 +49,18 @@ FILE_BYTES = 1 << 28
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 TEXT = "".join(f"Row {row} has {row * row % 89} and {row * 7 % 31}.\n" for row in range(400))
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
-FOLD = ["--to", "mqa", "--method", "mean"]
-LATENT = ["--to", "mla", "--kv-rank", "8", "--rope-dim", "4", "--method", "svd"]
+FOLD = "--to mqa --method mean"
 FAMILIES = ("llama", "qwen2", "gpt_neox", "mixtral", "phi3", "gemma3_text")
-RUN = ["--samples", "4", "--seq-len", "16", "--quiet"]
+RUN = "--samples 4 --seq-len 16 --quiet"
 COMMANDS = [
-    ["inspect", "source"],
-    ["verify", "result"],
-    ["convert", "source", "out", *FOLD, "--quiet"],
-    ["convert", "source", "out", *LATENT, "--dry-run"],
-    ["convert", "source", "out", "--to", "mqa", "--calibration", "text.txt", *RUN],
-    ["drift", "source", "result", "--text", "text.txt", *RUN],
-    ["sweep", "source", "--targets", "mqa", "--calibration", "text.txt", *RUN],
-    ["recipes"],
+    "inspect source",
+    "verify result",
+    f"convert source out {FOLD} --quiet",
+    "convert source out --to mla --kv-rank 8 --rope-dim 4 --method svd --dry-run",
+    f"convert source out --to mqa --calibration text.txt {RUN}",
+    f"drift source result --text text.txt {RUN}",
+    f"sweep source --targets mqa --calibration text.txt {RUN}",
+    "recipes",
 ]
 # Options that lead out of the folder, or ask for more work the larger they are.
 NOT_DRAWN = {"trust_remote_code", "device", "refine", "polish", "effort", "samples", "seq_len"}
@@ -76,7 +75,7 @@ def seeds(tmp_path_factory):
         tiny_models.make_tiny(family, folder / family, SMALL if family == "llama" else {})
         add_demo_tokenizer(folder / family)
     (folder / "text.txt").write_text(TEXT)
-    words = ["convert", str(folder / "llama"), str(folder / "result"), *FOLD, "--quiet"]
+    words = ["convert", str(folder / "llama"), str(folder / "result"), *FOLD.split(), "--quiet"]
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 0
@@ -129,7 +128,7 @@ def check_end(end, words):
         assert unindented[-1] == errors[0], shown
 
 
-commands = st.sampled_from(COMMANDS)
+commands = st.sampled_from([line.split() for line in COMMANDS])
 families = st.sampled_from(FAMILIES)
 
 
@@ -200,7 +199,9 @@ def test_chat_templates_without_end(seeds, tmp_path_factory, template):
     (seeds / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 400)
     words = ["convert", "source", "out", "--to", "mqa", "--calibration", str(seeds / "rows.jsonl")]
     case = tmp_path_factory.getbasetemp() / "template"
-    run_case(seeds, case, [*words, *RUN], "llama", **{"chat_template.jinja": template.encode()})
+    run_case(
+        seeds, case, [*words, *RUN.split()], "llama", **{"chat_template.jinja": template.encode()}
+    )
 
 
 STATE_FILES = [".journal.json", ".precision", ".polish.pt"]
@@ -213,7 +214,7 @@ def test_damaged_files_of_a_killed_run(seeds, tmp_path_factory, data, name):
     """The run starts over, or goes on; either way it ends in the same output."""
     case = tmp_path_factory.getbasetemp() / "state"
     line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "26"]
-    line += ["--calibration", str(seeds / "text.txt"), *RUN]
+    line += ["--calibration", str(seeds / "text.txt"), *RUN.split()]
 
     def convert(killed):
         if killed:

@@ -265,9 +265,4 @@ def tiny_decoder(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 
 def random_tokens(rows: int = 5, length: int = 12) -> Tensor:
-    return torch.randint(
-        3,
-        61,
-        (rows, length),
-        generator=torch.Generator().manual_seed(0),
-    )
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(0))

@@ -82,6 +82,14 @@ def stock_model(
     return model.eval()
 
 
+@torch.no_grad()
+def compute_logits(folder: Path, length: int = 24, **options: Any) -> Tensor:
+    """The logits of the folder's model for random tokens ``[2, length]``, always the same."""
+    tokens = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(5))
+    logits: Tensor = stock_model(folder, **options)(tokens).logits
+    return logits
+
+
 def hub_config(name: str) -> dict[str, Any]:
     """What shapes and targets need of the config.json of a hub's model that a recipe names."""
     file = Path(__file__).parents[1] / "convert" / "recipe_configs.json"

@@ -4,6 +4,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from helpers.cases import read_cases
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.cli import kvfold
@@ -20,10 +21,10 @@ from kvfold.convert.conversion.judgment import (
 )
 from kvfold.convert.data import demo_folder
 
-GOOD = LossFigures(0.01, 0.02, 0.95)
 POOR = LossFigures(0.12, 0.15, 0.79)
 AWFUL = LossFigures(1.6, 1.7, 0.34)
-LATENT = {"to": "mla", "kv_rank": 40, "rope_dim": 24}
+LOSSES = {"good": LossFigures(0.01, 0.02, 0.95), "poor": POOR, "awful": AWFUL}
+CASES = read_cases(__file__)
 
 
 @pytest.mark.parametrize("worse", [{"excess": 0.21}, {"kl": 0.21}, {"agreement": 0.7}])
@@ -41,31 +42,14 @@ def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
     assert format_verdict(drift) == verdict
 
 
-@pytest.mark.parametrize(
-    ("options", "loss", "command", "expected"),
-    [
-        ({}, GOOD, "drift", {}),
-        ({}, None, "drift", {}),
-        ({}, POOR, "convert", {"effort": "normal", "overwrite": True, "to": "mqa"}),
-        ({"samples": 4}, POOR, "convert", {"effort": "normal", "samples": "128"}),
-        ({"samples": 512}, POOR, "convert", {"effort": "normal", "samples": "512"}),
-        ({"polish": 12}, POOR, "convert", {"effort": "normal", "to": "mqa"}),
-        ({"refine": "auto", "seed": 1}, AWFUL, "convert", {"effort": "thorough", "seed": "1"}),
-        ({"effort": "normal"}, AWFUL, "convert", {"effort": "thorough", "to": "mqa"}),
-        ({"effort": "thorough"}, POOR, "convert", {"effort": "thorough", "kv_heads": "2"}),
-        ({"refine": 300}, POOR, "convert", {"refine": "300", "to": "gqa", "kv_heads": "2"}),
-        ({"to": "gqa", "kv_heads": 4, "effort": "thorough"}, AWFUL, "uptrain", {}),
-        ({**LATENT, "effort": "thorough"}, AWFUL, "convert", {"budget": "128", "kv_rank": None}),
-        ({**LATENT, "kv_rank": 400, "effort": "thorough"}, AWFUL, "uptrain", {}),
-    ],
-)
+@pytest.mark.parametrize(("options", "loss", "command", "expected"), CASES["next_command"])
 def test_the_next_command_trains_more_then_takes_a_larger_cache(
     tmp_path, options, loss, command, expected
 ):
     options = {"to": "mqa", "seq_len": 256} | options
     request = ConvertRequest(demo_folder(), tmp_path / "out", **options)
     plan = convert_checkpoint(replace(request, dry_run=True)).plan
-    words = suggest_next_command(replace(plan, request=request), loss)
+    words = suggest_next_command(replace(plan, request=request), LOSSES.get(loss))
     assert words[:2] == ["kvfold", command]
     given = kvfold.commands[command].make_context(command, words[2:]).params
     assert {name: given[name] for name in expected} == expected

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import convert, edit_json, full_split, read_json, run_conversion, tensors
+from helpers.checkpoints import (
+    compute_logits,
+    convert,
+    edit_json,
+    full_split,
+    read_json,
+    run_conversion,
+    tensors,
+)
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -40,12 +48,6 @@ def two_heads(tiny_family, tmp_path):
         return source
 
     return make
-
-
-@torch.no_grad()
-def compute_logits(folder: Path, length: int = 24) -> torch.Tensor:
-    tokens = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(5))
-    return AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import read_json
 from safetensors.torch import load_file
@@ -190,7 +191,7 @@ def check(folder: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
+    tokens = random_tokens(2, 24)
     decoder = Decoder(folder, stock)
     with torch.no_grad():
         torch.testing.assert_close(decoder(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import precision
 from helpers.cases import mostly_slow, read_cases
-from helpers.checkpoints import convert, full_split, read_model, stock_model, tensors
+from helpers.checkpoints import compute_logits, convert, full_split, read_model, tensors
 from safetensors.torch import save_file
 from tiny_models import CLASSICS
 
@@ -24,19 +24,10 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.fold import pool
 
 CASES = read_cases(__file__)
-# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
-# by 1.3e-5.
-TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
 
 
 def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
     return read_model(folder), tensors(folder)
-
-
-@torch.no_grad()
-def logits(folder: Path, **options) -> torch.Tensor:
-    tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
-    return stock_model(folder, trust_remote_code=False, **options)(tokens).logits
 
 
 @pytest.mark.parametrize("name", list_supported_model_types())
@@ -66,7 +57,9 @@ def test_repeated_heads_compute_the_same(name, tiny_family, tmp_path):
     source = tiny_family(name, num_key_value_heads=2)
     convert(source, tmp_path / "out", kv_heads=4, method=None)
     assert read_model(tmp_path / "out").geometry.kv_heads == 4
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(source), **TOLERANCE)
+    torch.testing.assert_close(
+        compute_logits(tmp_path / "out"), compute_logits(source), **precision.LARGE_LOGITS
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,10 +94,10 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
         stored |= make_stored_tensors(model, layer, replace(weights, **repeated))
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
-    expected = logits(tmp_path / "repeated")
+    expected = compute_logits(tmp_path / "repeated")
     out = convert(source, tmp_path / "out", groups)
-    torch.testing.assert_close(logits(out), expected, **TOLERANCE)
-    assert not torch.allclose(expected, logits(source), rtol=1e-2, atol=1e-2), (
+    torch.testing.assert_close(compute_logits(out), expected, **precision.LARGE_LOGITS)
+    assert not torch.allclose(expected, compute_logits(source), rtol=1e-2, atol=1e-2), (
         "pooling changed nothing to see"
     )
 
@@ -115,7 +108,7 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
 def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family, tmp_path):
     source = tiny_family(name, **{"num_key_value_heads": 2, **changes})
     out = convert(source, tmp_path / "out", **full_split(source, 1))
-    assert (logits(out) - logits(source)).abs().max() < precision.CONVERTED
+    assert (compute_logits(out) - compute_logits(source)).abs().max() < precision.CONVERTED
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -124,7 +117,8 @@ def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_fami
     low_dtype = str(dtype).removeprefix("torch.")
     out = convert(source, tmp_path / "out", dtype=low_dtype, **full_split(source, 1))
     low, floor = (
-        (logits(folder, dtype=dtype).float() - logits(source)).norm() for folder in (out, source)
+        (compute_logits(folder, dtype=dtype).float() - compute_logits(source)).norm()
+        for folder in (out, source)
     )
     assert low < 2 * floor
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import random_tokens
 from helpers.cases import mostly_slow
 from helpers.checkpoints import stock_model, tensors
 from helpers.walks import run_stream
@@ -35,7 +36,7 @@ def tiny(tiny_family: Any) -> Callable[..., tuple[Any, dict[str, Any], dict[str,
 
 @pytest.fixture
 def tokens() -> Tensor:
-    return torch.randint(3, 97, (3, 17), generator=torch.Generator().manual_seed(1))
+    return random_tokens(3, 17)
 
 
 @pytest.mark.parametrize(

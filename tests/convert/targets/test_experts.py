@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import random_tokens
 from helpers.cases import read_cases
 from helpers.checkpoints import convert, read_json, tensors
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
@@ -19,7 +20,7 @@ from kvfold.convert.targets.mla.spec import MlaSpec, list_stock_problems
 
 CASES = read_cases(__file__)
 LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd"}
-TOKENS = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(2))
+TOKENS = random_tokens(2, 30)
 NORMED = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(3))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import random_tokens
 from helpers.checkpoints import read_json, read_model, stock_model, tensors
 from helpers.layers import attend_latent
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ from kvfold.convert.targets.mla.layout import build_mla_config, list_mla_shapes
 from kvfold.convert.targets.mla.spec import MlaSpec, compute_query_rank
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 
-TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3))
+TOKENS = random_tokens(2, 40)
 
 
 class LatentAttention(nn.Module):

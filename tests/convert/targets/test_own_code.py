@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import (
     add_demo_tokenizer,
@@ -26,7 +27,6 @@ from helpers.checkpoints import (
     stock_model,
 )
 from helpers.processes import run_python
-from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS
 from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
@@ -41,9 +41,6 @@ from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.verify import verify_checkpoint
 
-# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
-# by 1.3e-5.
-TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
 CASES = read_cases(__file__)
 # Models whose stock class shares heads but not a latent: what nothing may be lost of.
 LATENT = {name: {"num_key_value_heads": 2} for name in SOURCES if name not in CLASSICS}
@@ -118,10 +115,6 @@ def latents(tiny_family, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]
     return pair
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
-
-
 @pytest.mark.slow  # two fresh processes, which load the models of many families
 @pytest.mark.parametrize("remote", [True, False])
 def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(
@@ -164,10 +157,10 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(
 ):
     register_models()
     source, out = latents(name)
-    text = tokens()
+    text = random_tokens(2, 24)
     model = stock_model(out, attn_implementation=implementation)
     expected = stock_model(source)(text).logits
-    torch.testing.assert_close(model(text).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(model(text).logits, expected, **precision.LARGE_LOGITS)
     cache = None
     logits = []
     # several tokens over the latents, and single ones
@@ -175,7 +168,7 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(
         done = model(part, past_key_values=cache, use_cache=True)
         cache = done.past_key_values
         logits.append(done.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), expected, **TOLERANCE)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, **precision.LARGE_LOGITS)
     elements = cache.layers[0].keys.shape[-1] + cache.layers[0].values.shape[-1]
     assert elements == inspect_checkpoint(str(out)).cache.cache_elements
     padded = torch.cat([torch.full((2, 3), 5), text], 1)  # left of what counts
@@ -189,7 +182,7 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(
         position_ids=positions[:, -1:],
         past_key_values=start.past_key_values,
     )
-    torch.testing.assert_close(last.logits[:, -1], expected[:, -1], **TOLERANCE)
+    torch.testing.assert_close(last.logits[:, -1], expected[:, -1], **precision.LARGE_LOGITS)
 
 
 def test_attention_that_cannot_run_latents_is_refused_and_soft_caps_are_kept(latents):
@@ -206,9 +199,9 @@ def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
     source, out = latents(name)
     model = AutoModelForCausalLM.from_pretrained(out, device_map="auto")
     assert model.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-    text = tokens().to(model.device)
+    text = random_tokens(2, 24).to(model.device)
     options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
-    expected = stock_model(source).generate(tokens(), **options)
+    expected = stock_model(source).generate(random_tokens(2, 24), **options)
     # windows: a static cache of their own
     found = model.generate(text, cache_implementation="static", **options)
     assert torch.equal(found.cpu(), expected)
@@ -221,13 +214,15 @@ def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
         report_to=[],
     )
     before = model(text, labels=text).loss.item()
-    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(2, 24)]
     trainer = Trainer(model, settings, train_dataset=rows)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     saved = stock_model(tmp_path / "saved", trust_remote_code=False).to(text.device)
     with torch.no_grad():
-        torch.testing.assert_close(saved(text).logits, model.eval()(text).logits, **TOLERANCE)
+        torch.testing.assert_close(
+            saved(text).logits, model.eval()(text).logits, **precision.LARGE_LOGITS
+        )
         assert saved(text, labels=text).loss.item() < before - 0.5
 
 
@@ -293,25 +288,6 @@ def demo_tokens(folder: Path) -> torch.Tensor:
     return torch.tensor(ids[:512]).view(8, 64)
 
 
-def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
-    """As those of gpt2 on the hub do."""
-    register_models()
-    source = tiny_family("gpt2")
-    stored = load_file(source / "model.safetensors")
-    stored = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
-    stored["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril()
-    shutil.copytree(source, tmp_path / "source")
-    save_file(stored, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-    out = convert(tmp_path / "source", tmp_path / "out", kv_heads=8)
-    names = set(load_file(out / "model.safetensors"))
-    assert "transformer.h.0.attn.q_proj.weight" in names
-    assert "transformer.h.0.attn.bias" not in names
-    with torch.no_grad():
-        torch.testing.assert_close(
-            stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE
-        )
-
-
 @pytest.mark.parametrize("kv_heads", [3, 2])
 def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_path, refused):
     out = convert(tiny_family("gpt_neox"), tmp_path / "out", kv_heads=4)
@@ -369,14 +345,16 @@ def test_attention_of_the_plug_in_is_that_of_the_checkpoint(
 
     out = convert(tiny_family(name), tmp_path / "out", kv_heads=2)
     register_models()
-    expected = stock_model(out)(tokens()[:1]).logits
+    expected = stock_model(out)(random_tokens(2, 24)[:1]).logits
     plug_in()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", pages)
     served = stock_model(out, attn_implementation="vllm")
     for layer in served.base_model.modules():
         if isinstance(layer, modeling_kvfold.SelfAttention):
             assert "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(layer).forward)
-    torch.testing.assert_close(served(tokens()[:1], use_cache=False).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(
+        served(random_tokens(2, 24)[:1], use_cache=False).logits, expected, **precision.LARGE_LOGITS
+    )
 
 
 def test_a_traced_rotation_rotates():

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from helpers.cases import read_cases
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +28,7 @@ from kvfold.convert.text.corpus import (
 from kvfold.convert.text.tokenizer import check_vocabulary, find_prefix_tokens, split_blocks
 from kvfold.convert.text.windows import load_calibration
 
+CASES = read_cases(__file__)
 BOS = 256
 EOS = 257
 
@@ -176,15 +178,7 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
-        {"instruction": "hi", "input": "", "output": "yes"},
-        {"prompt": "hi", "completion": "yes"},
-    ],
-    ids=lambda row: next(iter(row)),
-)
+@pytest.mark.parametrize("row", CASES["rows"], ids=lambda row: next(iter(row)))
 def test_rows_as_people_have_them_are_chats_of_two_turns(tmp_path, row, chat, refused):
     path = write_lines(tmp_path / "rows.jsonl", [row])
     corpus = open_corpus(str(path), byte_tokenizer(chat=chat), 0)
@@ -406,15 +400,6 @@ def test_long_texts_are_tokenized_in_blocks_without_loss(text):
     assert max(map(len, blocks)) <= 50 < len(text) / 6
 
 
-@pytest.mark.parametrize(
-    ("given", "chats", "texts"),
-    [
-        ((), True, [(None, 1), ("self", 0.5)]),
-        (("a.txt", "b:3"), False, [("a.txt", 1), ("b", 3)]),
-        (("a", "b"), True, [("a", 1), ("b", 1), ("self", 1)]),
-        (("a", "self:0"), True, [("a", 1)]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("given", "chats", "texts"), CASES["shares"], ids=str)
 def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given, chats, texts):
-    assert choose_calibration_texts(given, chats) == texts
+    assert choose_calibration_texts(given, chats) == [*map(tuple, texts)]
