@@ -15,7 +15,7 @@ from kvfold.attention.mask import Visibility
 
 
 @torch.no_grad()
-def sum_attention_weights(
+def sum_attention_by_distance_and_key(
     query: Tensor,
     key: Tensor,
     scale: float,

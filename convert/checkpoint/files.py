@@ -267,7 +267,7 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def list_extra_files(folder: Path) -> list[str]:
+def list_files_besides_weights(folder: Path) -> list[str]:
     """Return the sorted names of the files in ``folder`` that a converted checkpoint needs besides
     its weights, such as tokenizers, chat templates and licenses. Code is not among them.
     Raises InputError for a name that is not UTF-8, which kvfold.json could not contain.

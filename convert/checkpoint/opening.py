@@ -31,7 +31,7 @@ from kvfold.convert.checkpoint.files import (
     decode_file_name,
     find_weight_file,
     get_file_states,
-    list_extra_files,
+    list_files_besides_weights,
     parse_json_object,
     read_checkpoint_file,
     read_config,
@@ -323,7 +323,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     model's name in messages. Raises one InputError with all problems.
     """
     names = os.listdir(folder)
-    extra = list_extra_files(folder)
+    extra = list_files_besides_weights(folder)
     # states are taken before anything is read: a change in between must not go unseen
     states = get_file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)

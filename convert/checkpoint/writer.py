@@ -40,7 +40,7 @@ _INFINITY["F64"] = ("<u8", 0x7FF << 52)
 
 
 @dataclass(frozen=True)
-class OutputTensor:
+class PlannedTensor:
     """The name, safetensors dtype and shape of a tensor that a conversion will write, and the
     source tensors that it copies.
 
@@ -72,7 +72,7 @@ class Shard:
     """One safetensors file of the output and its tensors, in byte order."""
 
     file: str
-    tensors: tuple[OutputTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
 
     @cached_property
     def header(self) -> bytes:
@@ -103,17 +103,17 @@ class Shard:
 class TensorLocation:
     """Where an output tensor is stored: bytes ``start`` to ``end`` of ``file``."""
 
-    tensor: OutputTensor
+    tensor: PlannedTensor
     file: Path
     start: int
     end: int
 
 
-def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
+def assign_shards(tensors: Iterable[PlannedTensor], max_bytes: int) -> list[Shard]:
     """Distribute ``tensors`` over weight files (shards) in the given order, at most ``max_bytes``
     per file. A tensor larger than that gets a file of its own.
     """
-    groups: list[list[OutputTensor]] = []
+    groups: list[list[PlannedTensor]] = []
     used = 0
     for tensor in tensors:
         cost = tensor.nbytes + len(json.dumps(tensor.name)) + _ENTRY_BYTES

@@ -35,7 +35,7 @@ from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
-from kvfold.convert.walk.walk import check_finite, choose_chunk_size, run_all_layers
+from kvfold.convert.walk.walk import check_finite, choose_sequences_per_chunk, run_all_layers
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,11 @@ def measure_checkpoint(
             checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
         )
         measured = compare_models(
-            source, student, tokens.held_out, choose_chunk_size(source.device, length), progress
+            source,
+            student,
+            tokens.held_out,
+            choose_sequences_per_chunk(source.device, length),
+            progress,
         )
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         report = make_drift_report(measured, source, student, tokens.held_out, progress=progress)
@@ -203,7 +207,9 @@ def measure_checkpoint(
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)
             return report
-        chunks = torch.split(tokens.long, choose_chunk_size(source.device, tokens.long.shape[1]))
+        chunks = torch.split(
+            tokens.long, choose_sequences_per_chunk(source.device, tokens.long.shape[1])
+        )
         stretches = compare_predictions(source, student, expected, actual, chunks).stretches
     return replace(report, stretches=stretches)
 

@@ -82,7 +82,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             journal = Journal(folder, plan)
             with output.open_shard_writer(plan, journal, stages) as writer:
                 _convert_layers(plan, calibration, journal, writer, stages)
-            notes |= journal.merge_notes()
+            notes |= journal.collect_notes_by_name()
             digests: Mapping[str, str] = writer.digests
             checkpoint.check_unchanged()
             processes.broadcast_from_rank0(lambda: output.write_config(plan, folder))

@@ -95,7 +95,7 @@ class Journal:
                 write_small_file(new, f"{_compute_checksum(text)}\n{text}")
                 sync_path(new)
 
-    def merge_notes(self) -> dict[str, Any]:
+    def collect_notes_by_name(self) -> dict[str, Any]:
         """Return the notes of all layers, merged into one list per note name. A layer that lacks a
         note adds nothing to that note's list.
         """

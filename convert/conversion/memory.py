@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.files import list_extra_files
+from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
@@ -83,7 +83,7 @@ def estimate_memory_and_disk(plan: Plan) -> ResourceNeeds:
     names = {name for layer in plan.output.computed_names for name in layer}
     trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
     source = plan.checkpoint.folder
-    extra = sum((source / name).stat().st_size for name in list_extra_files(source))
+    extra = sum((source / name).stat().st_size for name in list_files_besides_weights(source))
     disk = sum(shard.nbytes for shard in plan.shards) + extra + _SLACK
     if request.polish:
         disk += 2 * _STATE * trained  # a new state is whole before the old one is removed

@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.digests import add_hashes
 from kvfold.convert.checkpoint.files import (
     RECORD,
     format_json,
-    list_extra_files,
+    list_files_besides_weights,
     parse_json_object,
     read_checkpoint_file,
     remove_code_reference,
@@ -157,7 +157,7 @@ def complete_output(
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
-    names = list_extra_files(plan.checkpoint.folder)
+    names = list_files_besides_weights(plan.checkpoint.folder)
     for name in names:
         data = read_checkpoint_file(plan.checkpoint.folder, name)
         (folder / name).parent.mkdir(exist_ok=True)

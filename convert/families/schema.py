@@ -213,7 +213,7 @@ class BlockSchema:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class OtherTensorSpec:
     """A tensor outside the attention: its name, its shape, and when it exists. ``name`` may contain
     ``{layer}`` and ``{expert}``; ``each`` is the number of experts.
     """
@@ -243,8 +243,8 @@ class Family:
     attention: AttentionSchema
     rotary: RopeSchema
     block: BlockSchema
-    tensors: Mapping[str, TensorSpec]
-    tolerated: tuple[TensorSpec, ...]
+    tensors: Mapping[str, OtherTensorSpec]
+    tolerated: tuple[OtherTensorSpec, ...]
     also: tuple[str, ...] = ()
     stem: str = ""
     prefix: str = ""

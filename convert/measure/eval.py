@@ -149,7 +149,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
     student = evaluate_model(request.out, request, tokenizer, documents, stages)
     if documents.prompts:
-        score_replies(source, student)
+        add_reply_scores(source, student)
     rows = [
         make_evaluation_row(task, metric, scores, student.scores[task, metric])
         for (task, metric), scores in source.scores.items()
@@ -357,7 +357,7 @@ def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Sco
     return {name: torch.tensor(values) for name, values in scores.items()}
 
 
-def score_replies(source: ModelResults, student: ModelResults) -> None:
+def add_reply_scores(source: ModelResults, student: ModelResults) -> None:
     """Add the scores of the task ``replies`` to both models' results. ``first_difference`` is the
     number of tokens before a reply first differs from the source's; ``draft_acceptance`` the rate
     at which the source accepts the model's next tokens.

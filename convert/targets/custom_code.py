@@ -17,7 +17,7 @@ from typing import Any
 from kvfold.convert.checkpoint.files import set_config_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate_expression
@@ -169,7 +169,7 @@ def plan_custom_tensors(
     checkpoint: Checkpoint,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
     dtype: str | None,
-) -> tuple[OutputTensor, ...]:
+) -> tuple[PlannedTensor, ...]:
     """Return all output tensors in the source's order. The attention tensors of each layer are
     replaced by new ones with ``shapes``.
 
@@ -184,8 +184,8 @@ def plan_custom_tensors(
     for name, info in checkpoint.tensors.items():
         if inside := re.match(rf"{pattern}\.", name):
             for new, shape in layers.pop(int(inside[1]), {}).items():
-                tensors.append(OutputTensor(new, computed, shape, None))
+                tensors.append(PlannedTensor(new, computed, shape, None))
         else:
             stored = choose_output_dtype(info.dtype, dtype)
-            tensors.append(OutputTensor(name, stored, info.shape, name))
+            tensors.append(PlannedTensor(name, stored, info.shape, name))
     return tuple(tensors)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import Model
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OutputCheckpoint:
 
     kind: str
     config: dict[str, Any]
-    tensors: tuple[OutputTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
     code: str | None = None
 
     @cached_property

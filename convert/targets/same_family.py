@@ -6,7 +6,7 @@ from typing import Any
 
 from kvfold.convert.checkpoint.files import remove_code_reference, set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import Model, ModelSizes
 from kvfold.convert.families.rotary import make_older_rope_keys
 from kvfold.convert.families.schema import Role
@@ -65,13 +65,13 @@ def plan_stock_fold(
         shape = info.shape if tensor is None else tensor.shape
         copied = tensor is None or set(roles).isdisjoint(tensor.roles)
         dtype_name = choose_output_dtype(info.dtype, dtype)
-        tensors.append(OutputTensor(name, dtype_name, shape, name if copied else None))
+        tensors.append(PlannedTensor(name, dtype_name, shape, name if copied else None))
     # The norms of key heads that are added, where each head has a tensor.
     added = [tensor for name, tensor in target.tensors.items() if name not in source.tensors]
     for tensor in added:
         like = next(old for old in source.tensors.values() if old.roles == tensor.roles)
         dtype_name = choose_output_dtype(checkpoint.tensors[like.name].dtype, dtype)
-        tensors.append(OutputTensor(tensor.name, dtype_name, tensor.shape, None))
+        tensors.append(PlannedTensor(tensor.name, dtype_name, tensor.shape, None))
     return FoldCheckpoint(
         kind=format_attention_label(target.geometry.heads, kv_heads),
         config=config,

@@ -34,13 +34,13 @@ from kvfold.convert.checkpoint.files import (
     RECORD,
     decode_file_name,
     format_json,
-    list_extra_files,
+    list_files_besides_weights,
     parse_json_object,
     read_bytes,
     read_checkpoint_file,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
+from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_shards, write_index
 from kvfold.convert.conversion.card import escape_markdown_value, render_trained_card
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_autocast_dtype, choose_device
@@ -188,7 +188,7 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     Raises InputError if a file links out of the folder, is not a regular file or has an invalid
     format.
     """
-    names = ["config.json", *list_extra_files(source.folder)]
+    names = ["config.json", *list_files_besides_weights(source.folder)]
     names += [path.name for path in source.folder.glob("*.py")]
     names += [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
     files = {name: read_checkpoint_file(source.folder, name) for name in names}
@@ -300,7 +300,7 @@ def _write_checkpoint(
         )
     # Tensors that transformers does not load, such as inv_freq of old models, are copied.
     planned = [
-        OutputTensor(name, info.dtype, info.shape, None if name in stored else name)
+        PlannedTensor(name, info.dtype, info.shape, None if name in stored else name)
         for name, info in source.tensors.items()
     ]
     shards = assign_shards(planned, _SHARD_BYTES)

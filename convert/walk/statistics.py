@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.profile import sum_attention_weights
+from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 from kvfold.attention.drift.recording import LayerArguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
@@ -44,7 +44,7 @@ class StatisticsAccumulator:
         inputs = output.attention_input.flatten(0, -2).double()
         assert output.query is not None  # else `compute_queries_and_keys` gives both
         assert output.key is not None
-        profile, received = sum_attention_weights(
+        profile, received = sum_attention_by_distance_and_key(
             output.query,
             output.key,
             output.scale,

@@ -244,7 +244,7 @@ class Walk:
         source = self.teacher.stream
         student = self.student.stream
         tokens = self.teacher.tokens
-        chunks = torch.split(tokens, choose_chunk_size(source.device, tokens.shape[1]))
+        chunks = torch.split(tokens, choose_sequences_per_chunk(source.device, tokens.shape[1]))
         measured = compare_predictions(
             source, student, self.teacher.held_out, self.held_out, chunks
         )
@@ -361,7 +361,7 @@ def gather_statistics(
     statistics = accumulator.average_batches()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
-    most = length * choose_chunk_size(source.device, length)
+    most = length * choose_sequences_per_chunk(source.device, length)
     # Gathered as objects: the tensors' own gather would need equally many rows from each process.
     rows = torch.cat(processes.all_gather(inputs[:most].cpu()))
     return statistics, rows[:most].to(inputs.device)
@@ -402,14 +402,14 @@ def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> HiddenStates:
     """Return the residual streams before the first layer for ``tokens [N, T]``, in chunks sized for
     the stream's device.
     """
-    chunks = torch.split(tokens, choose_chunk_size(stream.device, tokens.shape[1]))
+    chunks = torch.split(tokens, choose_sequences_per_chunk(stream.device, tokens.shape[1]))
     states = [stream.embed(chunk) for chunk in chunks]
     stream.release()
     check_finite(states, stream, None)
     return states
 
 
-def choose_chunk_size(device: torch.device, length: int) -> int:
+def choose_sequences_per_chunk(device: torch.device, length: int) -> int:
     """Return how many sequences of ``length`` tokens go through a layer in one call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
 

@@ -10,7 +10,7 @@ from helpers.processes import run_python
 PROBE = r"""
 import ctypes, re, torch
 from kvfold.attention import grouped_attention, latent_attention
-from kvfold.attention.drift.profile import sum_attention_weights
+from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 T = 6144
 def peak():
     # of this process alone: a child's maximum, as the system reports it, includes its parent's
@@ -31,7 +31,10 @@ def calls(length):
     for absorbed in (False, True):
         yield f"latent, {absorbed=}", lambda: latent_attention(*mla, absorbed=absorbed)
     for window in (None, length // 16):
-        yield f"profile, {window=}", lambda: sum_attention_weights(q, k, 0.5, window=window)
+        yield (
+            f"profile, {window=}",
+            lambda: sum_attention_by_distance_and_key(q, k, 0.5, window=window),
+        )
     g = [x.clone().requires_grad_() for x in (q, k, v)]
     yield "gradients", lambda: grouped_attention(*g, starts=starts).sum().backward()
 for _, call in calls(64):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Student, Teacher, Walk, WalkLayer
 
@@ -71,7 +71,7 @@ class Case:
         for name, tensor in (self.student.state_dict() | self.new).items():
             copied = None if name in self.new else name
             planned.append(
-                OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
+                PlannedTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
             )
         output = SimpleNamespace(
             config=self.student.config.to_dict(),

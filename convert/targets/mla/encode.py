@@ -43,7 +43,7 @@ _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")
 
 
-def choose_norm_weight(rank: int) -> float:
+def compute_latent_norm_weight(rank: int) -> float:
     """Return the weight of a latent's RMSNorm in layout ``free``: the power of two nearest to ``B /
     sqrt(R)``, for the value B of the constant channel and the stored rank R, which counts this
     channel.
@@ -137,7 +137,7 @@ def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
     return {
         "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
         "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
-        "q_a_layernorm.weight": down.new_full((rank,), choose_norm_weight(rank)),
+        "q_a_layernorm.weight": down.new_full((rank,), compute_latent_norm_weight(rank)),
         "q_b_proj.weight": readout * _compute_norm_remainder(rank),
     }
 
@@ -156,7 +156,7 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
             "kv_b_proj.weight": read,
         }
     rank = latent.rank + 1
-    weight = latent.down.new_full((rank,), choose_norm_weight(rank))
+    weight = latent.down.new_full((rank,), compute_latent_norm_weight(rank))
     if spec.rotated:
         weight[-1] = 0  # keeps the constant out of a quantized cache, whose scale it would set
     down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
@@ -175,7 +175,7 @@ def _compute_norm_remainder(rank: int) -> float:
     """Return the factor by which the latent's norm differs from a power of two. The weights that
     read the latent are multiplied by it, so that the result is unchanged.
     """
-    return CONSTANT / math.sqrt(rank) / choose_norm_weight(rank)
+    return CONSTANT / math.sqrt(rank) / compute_latent_norm_weight(rank)
 
 
 def _concatenate_head_dims(nope: Tensor, rope: Tensor) -> Tensor:

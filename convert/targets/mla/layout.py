@@ -36,7 +36,7 @@ from typing import Any, Self
 from kvfold.convert.checkpoint.files import remove_code_reference, set_config_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.family import find_wrapper_prefixes
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import make_older_rope_keys
@@ -281,7 +281,7 @@ def _build_custom_mla_entries(source: Model, spec: MlaSpec) -> dict[str, Any]:
 
 def _plan_stock_tensors(
     model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str | None
-) -> tuple[OutputTensor, ...]:
+) -> tuple[PlannedTensor, ...]:
     """The output tensors in a stock class."""
     default = choose_computed_dtype(model, checkpoint, dtype)
     shapes = list_mla_shapes(model, spec)
@@ -298,13 +298,13 @@ def _plan_stock_tensors(
         if source:
             first = source if isinstance(source, str) else source[0]
             stored = choose_output_dtype(checkpoint.tensors[first].dtype, dtype)
-        tensors.append(OutputTensor(name, stored, shape, source))
+        tensors.append(PlannedTensor(name, stored, shape, source))
     return tuple(tensors)
 
 
 def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
     """Return the shape of each output tensor of a stock MLA class, and the source tensors that it
-    copies (see ``OutputTensor.source``), by name.
+    copies (see ``PlannedTensor.source``), by name.
     """
     shapes = _list_copied_shapes(model, None)
     # A tied head is not stored, except for engines, whose loaders ask for it.

@@ -132,7 +132,7 @@ def _search_partition(loss: Tensor, groups: int) -> Partition:
     size = len(table) // groups
     partition: list[list[int]] = []
 
-    def sum_losses_inside(head: int, group: list[int]) -> float:
+    def sum_pair_losses(head: int, group: list[int]) -> float:
         """Return the sum of pair losses between ``head`` and the other heads of ``group``."""
         return sum(table[head][other] for other in group if other != head)
 
@@ -142,7 +142,7 @@ def _search_partition(loss: Tensor, groups: int) -> Partition:
         group = [first, second]
         while len(group) < size:
             rest = sorted(free - set(group))
-            group.append(min(rest, key=lambda head: sum_losses_inside(head, group)))
+            group.append(min(rest, key=lambda head: sum_pair_losses(head, group)))
         partition.append(group)
         free -= set(group)
 
@@ -153,12 +153,9 @@ def _search_partition(loss: Tensor, groups: int) -> Partition:
             for a, b in itertools.product(range(size), repeat=2):
                 x = one[a]
                 y = two[b]
-                before = sum_losses_inside(x, one) + sum_losses_inside(y, two)
+                before = sum_pair_losses(x, one) + sum_pair_losses(y, two)
                 after = (
-                    sum_losses_inside(x, two)
-                    - table[x][y]
-                    + sum_losses_inside(y, one)
-                    - table[x][y]
+                    sum_pair_losses(x, two) - table[x][y] + sum_pair_losses(y, one) - table[x][y]
                 )
                 if after < before * (1 - 1e-9):
                     one[a] = y

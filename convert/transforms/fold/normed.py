@@ -46,7 +46,7 @@ from kvfold.convert.transforms.head_norms import (
 from kvfold.convert.transforms.weights import HeadNorm
 
 
-def fold_normed_projections(
+def merge_normed_heads(
     keys: LinearizedNorm,
     queries: LinearizedNorm,
     encode: Tensor,

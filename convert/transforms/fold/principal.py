@@ -24,7 +24,7 @@ from kvfold.convert.transforms.fold.heads import (
     SharedHead,
     merge_heads,
 )
-from kvfold.convert.transforms.fold.normed import fold_normed_projections
+from kvfold.convert.transforms.fold.normed import merge_normed_heads
 from kvfold.convert.transforms.fold.score_fit import SCORES, average_dim_rotations
 from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize_norm, linearize_norms
 from kvfold.convert.transforms.linalg import (
@@ -150,7 +150,7 @@ def _fold_keys(layer_moments: LayerMoments, heads: Sequence[SharedHead]) -> Atte
         pair.repeat(2, 2), pair.new_ones(still, still)
     )
     encode, decode = _balance_row_norms(heads, layer_moments.keys.affine, blocks)
-    (k, k_norm), (q, q_norm) = fold_normed_projections(
+    (k, k_norm), (q, q_norm) = merge_normed_heads(
         layer_moments.keys, layer_moments.queries, encode, decode, blocks, layer_moments.moment
     )
     q, q_bias = split_bias(q, source.q_bias is not None)

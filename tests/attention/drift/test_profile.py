@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.profile import sum_attention_weights
+from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 
 QUICKLY = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -64,7 +64,7 @@ def budget(request, monkeypatch):
 def test_sums_are_those_of_whole_maps(sizes, window, softcap, with_sinks):
     query, key = heads(*sizes)
     sinks = torch.linspace(-2, 3, query.shape[1], dtype=torch.float64) if with_sinks else None
-    profile, received = sum_attention_weights(
+    profile, received = sum_attention_by_distance_and_key(
         query, key, 0.7, window=window, softcap=softcap, sinks=sinks
     )
     seen = visible(query.shape[2], window)
@@ -79,5 +79,5 @@ def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(dtype):
     seen = visible(300, None)
     exact = sum_by_distance(attention_maps(query.double(), key.double(), 0.25, seen))
     naive = sum_by_distance(attention_maps(query.float(), key.float(), 0.25, seen))
-    error = (sum_attention_weights(query, key, 0.25)[0] - exact).abs().max()
+    error = (sum_attention_by_distance_and_key(query, key, 0.25)[0] - exact).abs().max()
     assert error <= 2 * (naive - exact).abs().max()

@@ -14,7 +14,7 @@ from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import fingerprint_files
-from kvfold.convert.checkpoint.files import list_extra_files
+from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError
@@ -117,7 +117,9 @@ def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_a
     for folder in ("additional_chat_templates", "checkpoint-7"):
         (sharded / folder).mkdir()
         (sharded / folder / "rag.jinja").write_text("x")
-    assert list_extra_files(sharded) == sorted([*passed_on, "additional_chat_templates/rag.jinja"])
+    assert list_files_besides_weights(sharded) == sorted(
+        [*passed_on, "additional_chat_templates/rag.jinja"]
+    )
 
 
 @pytest.mark.parametrize(

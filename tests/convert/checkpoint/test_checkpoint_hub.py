@@ -24,7 +24,7 @@ from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.files import list_extra_files
+from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.hub import upload_files
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_checkpoint_headers
 from kvfold.convert.cli import kvfold
@@ -179,7 +179,7 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
         return [
             checkpoint.origin,
             checkpoint.compute_model_digest(),
-            list_extra_files(checkpoint.folder),
+            list_files_besides_weights(checkpoint.folder),
         ]
 
     expected = [
@@ -215,7 +215,7 @@ def test_the_shards_that_the_index_names_are_fetched(
 
     def read() -> Any:
         checkpoint = open_checkpoint("team/tiny")
-        return [checkpoint.compute_model_digest(), list_extra_files(checkpoint.folder)]
+        return [checkpoint.compute_model_digest(), list_files_besides_weights(checkpoint.folder)]
 
     headers = ask(lambda: describe(open_checkpoint_headers))
     assert ask(read) == expected

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import find_changed_files
-from kvfold.convert.checkpoint.files import list_extra_files
+from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.opening import open_checkpoint
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "README.md"]
@@ -42,7 +42,7 @@ def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Pa
         checkpoint = open_checkpoint(folder)
         assert checkpoint.origin == "team/tiny@0123"
         assert checkpoint.read_tensor("w").tolist() == [0, 1, 2]
-        assert list_extra_files(checkpoint.folder) == ["tokenizer.json"]
+        assert list_files_besides_weights(checkpoint.folder) == ["tokenizer.json"]
 
 
 def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvfold.convert.checkpoint.files import parse_json_object
-from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
+from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_shards
 from kvfold.convert.errors import explain_system_error
 from kvfold.convert.recipes import read_recipe
 
@@ -22,7 +22,7 @@ def test_pairs_of_halves_are_characters() -> None:
 
 def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
     count = 60
-    shards = assign_shards([OutputTensor(f"t{i}", "F32", (1,), None) for i in range(count)], 1)
+    shards = assign_shards([PlannedTensor(f"t{i}", "F32", (1,), None) for i in range(count)], 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
     try:
@@ -33,7 +33,7 @@ def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_became_a_link_is_not_written_through(tmp_path: Path) -> None:
-    shards = assign_shards([OutputTensor("t", "F32", (1,), None)], 100)
+    shards = assign_shards([PlannedTensor("t", "F32", (1,), None)], 100)
     writer = ShardWriter(tmp_path, shards)
     (tmp_path / "secret").write_text("kept")
     (tmp_path / "model.safetensors").unlink()

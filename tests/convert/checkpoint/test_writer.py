@@ -23,7 +23,7 @@ from kvfold.convert.checkpoint import files, opening
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.checkpoint.writer import (
-    OutputTensor,
+    PlannedTensor,
     ShardWriter,
     assign_shards,
     write_index,
@@ -64,10 +64,10 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[OutputTensor]:
+def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[PlannedTensor]:
     """All tensors, copied but for one; ``dtypes`` maps a stored dtype to the one wanted."""
     return [
-        OutputTensor(
+        PlannedTensor(
             info.name,
             dtypes.get(info.dtype, info.dtype),
             info.shape,
@@ -101,7 +101,7 @@ def test_computed_tensors_make_the_same_file_as_safetensors(out: Path) -> None:
     }
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, out / "theirs", {"format": "pt"})
-    outputs = [OutputTensor(name, dtype, (3, 5), None) for name, dtype in dtypes.items()]
+    outputs = [PlannedTensor(name, dtype, (3, 5), None) for name, dtype in dtypes.items()]
     writer = ShardWriter(out, assign_shards(outputs, GB))
     for name in reversed(dtypes):
         writer.write({name: tensors[name]})
@@ -137,9 +137,9 @@ def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path)
     steps: list[int] = []
     outputs = [
         *copies(checkpoint, "c"),
-        *(OutputTensor(dtype, dtype, (16, 8), "a") for dtype in casts),
-        OutputTensor("joined", "BF16", (2, 16, 8), ("d", "a")),
-        OutputTensor("zeros", "F32", (3, 3), ()),
+        *(PlannedTensor(dtype, dtype, (16, 8), "a") for dtype in casts),
+        PlannedTensor("joined", "BF16", (2, 16, 8), ("d", "a")),
+        PlannedTensor("zeros", "F32", (3, 3), ()),
     ]
     read = checkpoint.read_tensor
     writer = ShardWriter(out, assign_shards(outputs, 700))
@@ -217,7 +217,7 @@ def test_a_legacy_source_is_cast_but_not_if_that_overflows(
 
 
 def test_plans_that_are_not_followed(out: Path, refused: Any) -> None:
-    shards = assign_shards([OutputTensor(name, "F32", (2,), None) for name in "ab"], GB)
+    shards = assign_shards([PlannedTensor(name, "F32", (2,), None) for name in "ab"], GB)
     writer = ShardWriter(out, shards)
     with refused(KvfoldError):
         writer.write({"a": torch.ones(2, 1)})
@@ -256,7 +256,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for dtype in ("F32", "F16"):
             (tmp_path / dtype).mkdir()
-            shards = assign_shards([OutputTensor("w", dtype, (elements,), "w")], 10**12)
+            shards = assign_shards([PlannedTensor("w", dtype, (elements,), "w")], 10**12)
             copy(ShardWriter(tmp_path / dtype, shards), open_checkpoint(tmp_path))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 

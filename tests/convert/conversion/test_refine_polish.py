@@ -11,7 +11,7 @@ from helpers.forked import snapshot
 from kvfold.convert import InputError
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
-from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
+from kvfold.convert.targets.mla.encode import CONSTANT, compute_latent_norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 
@@ -56,7 +56,10 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(
         module = f"model.layers.{layer}.self_attn"
         assert found[f"{module}.kv_a_proj_with_mqa.bias"][23] == CONSTANT
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
-        assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [choose_norm_weight(24)] * 24
+        assert (
+            found[f"{module}.kv_a_layernorm.weight"].tolist()
+            == [compute_latent_norm_weight(24)] * 24
+        )
     card = (tmp_path / "polished" / "README.md").read_text()
     assert "attention was trained together for 4 steps" in card
 

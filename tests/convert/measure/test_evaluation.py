@@ -96,7 +96,7 @@ def test_replies_are_compared_with_those_of_the_source():
 
     source = results([[5, 6, 7, 8, 9, 1], [2, 2, 2, 2, 2, 2]], 0.5, 0.5, 0.0)
     student = results([[5, 6, 0, 8, 9], [2, 2, 2, 2, 2, 1]], 0.25, 0.25, 0.5)
-    evaluation.score_replies(source, student)
+    evaluation.add_reply_scores(source, student)
     means = {
         metric: (values.double().mean().item(), student.scores[task, metric].double().mean().item())
         for (task, metric), values in source.scores.items()

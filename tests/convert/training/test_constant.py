@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
+from kvfold.convert.targets.mla.encode import CONSTANT, compute_latent_norm_weight
 from kvfold.convert.training.loop import next_token_loss
 from kvfold.convert.training.steps import (
     check_constant_channel,
@@ -76,7 +76,7 @@ def trained(folder, dtype, steps=6, decay=0.1):
 
 @pytest.mark.parametrize("rank", [6, 48, 512, 2001])
 def test_every_dtype_holds_the_constant_and_the_norms_weight_exactly(rank):
-    weight = choose_norm_weight(rank)
+    weight = compute_latent_norm_weight(rank)
     for dtype in DTYPES:
         assert torch.tensor([CONSTANT, weight], dtype=dtype).tolist() == [CONSTANT, weight]
     assert 0.7 < CONSTANT / rank**0.5 / weight < 1.42
@@ -98,7 +98,9 @@ def test_the_norm_still_does_nothing(latent, dtype):
     assert len(seen) == 4
     for latents, normed in seen:
         rank = latents.shape[-1]
-        factor = (normed / latents)[..., -1] / (choose_norm_weight(rank) * rank**0.5 / CONSTANT)
+        factor = (normed / latents)[..., -1] / (
+            compute_latent_norm_weight(rank) * rank**0.5 / CONSTANT
+        )
         # the whole latent beside the constant moves the norm by |c|^2 / 2 B^2; the rest is the
         # dtype's rounding
         others = latents[..., :-1].square().sum(-1).max().item()

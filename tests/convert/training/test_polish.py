@@ -13,7 +13,7 @@ from helpers.checkpoints import stock_model
 from torch.testing import assert_close
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
@@ -53,7 +53,7 @@ def task_of():
             layers = range(model.geometry.layers)
             names = [name for layer in layers for name in model.list_attention_tensors(layer)]
             planned = [
-                OutputTensor(name, stored, info.shape, None if name in names else name)
+                PlannedTensor(name, stored, info.shape, None if name in names else name)
                 for name, info in checkpoint.tensors.items()
             ]
             source = CheckpointStream(checkpoint.config, checkpoint.read_tensor, checkpoint.tensors)

@@ -8,7 +8,7 @@ import torch
 from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
-from kvfold.attention.drift.profile import sum_attention_weights
+from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import adapt_to_norm
@@ -45,7 +45,7 @@ def inputs(seed: int) -> Tensor:
 def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     query, key = (torch.einsum("hde,bte->bhtd", rows, x) for rows in (weights.q, weights.k))
     assert weights.q_bias is not None
-    _, received = sum_attention_weights(query + weights.q_bias[:, None], key, D**-0.5)
+    _, received = sum_attention_by_distance_and_key(query + weights.q_bias[:, None], key, D**-0.5)
     flat = x.flatten(0, 1)
     weight = received.flatten()
     gram = (flat * weight[:, None]).T @ flat / len(flat)
