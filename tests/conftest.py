@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +173,19 @@ def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempP
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reader") / "reader"))
     add_demo_tokenizer(folder)
     return folder
+
+
+@pytest.fixture
+def kvfold(capfd: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """``kvfold("inspect", folder)``: runs a command line in this process; its ``returncode``,
+    ``stdout`` and ``stderr``.
+    """
+    from kvfold.convert.cli import main
+
+    def run(*arguments: object) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, arguments)))
+        shown = capfd.readouterr()
+        return SimpleNamespace(returncode=ended.value.code, stdout=shown.out, stderr=shown.err)
+
+    return run

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.checkpoints import edit_json, read_json
@@ -18,19 +17,6 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import list_recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub")
-
-
-@pytest.fixture
-def kvfold(capsys):
-    """Runs a command line in this process."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(list(map(str, arguments)))
-        shown = capsys.readouterr()
-        return SimpleNamespace(returncode=caught.value.code, stdout=shown.out, stderr=shown.err)
-
-    return run
 
 
 def test_help_fits_80_columns(kvfold, monkeypatch):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from helpers.processes import run_python
 
-from kvfold.convert import cli
 from kvfold.convert.data import demo_folder, read_text
 
 SMALL = ["--samples", "2", "--seq-len", "32"]
@@ -29,14 +28,13 @@ def parse(text: str) -> Any:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
+def run(kvfold: Any) -> Any:
     """Runs a command with ``--json`` on stdout, and parses what is there."""
 
     def run(*words: object) -> Any:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(list(map(str, words)))
-        assert caught.value.code == 0
-        return parse(capsys.readouterr().out)
+        done = kvfold(*words)
+        assert done.returncode == 0, done.stderr
+        return parse(done.stdout)
 
     return run
 

@@ -5,6 +5,7 @@ options; refusals.
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,17 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
         ("samples = 3", "--to"),
         ("a = " + "[" * 5000, "not valid TOML"),
         ("kv_heads = " + "9" * 5000, "not valid TOML"),
+        (f"to = 0x{'f' * 9000}", "to must be"),
+        (f'to = "mqa"\nkv_rank = 0x{"f" * 9000}', "kv-rank must be"),
+        ('to = "mqa"\nmethod = "antigravity:x"', "would import a module"),
+        ('to = "mqa"\nobjective = "this:x"', "would import a module"),
     ],
 )
 def test_a_recipe_with_a_fault_is_refused(tmp_path, told, text, named):
     error = refused(write(tmp_path, text))
     assert named in error
     told(error)
+    assert not {"antigravity", "this"} & sys.modules.keys()
 
 
 def test_only_a_file_or_the_name_of_a_recipe_is_accepted(tmp_path, monkeypatch):

@@ -98,18 +98,10 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     assert record["drift"]["kl"]["floor"] < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seq_len": 4096}, "--seq-len 4096 exceeds the 512 positions"),
-        ({"device": "cuda"}, "--device cuda: torch finds no CUDA device"),
-    ],
-)
-def test_requests_that_cannot_be(tmp_path, options, message):
-    if options.get("device") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
-    with pytest.raises(InputError, match=message):
-        convert(tmp_path / "out", **{"to": "mqa", **options})
+def test_a_length_beyond_the_context_is_refused_before_any_work(tmp_path, refused):
+    with refused() as caught:
+        convert(tmp_path / "out", to="mqa", seq_len=4096)
+    assert caught.value.field == "seq_len"
     assert not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,7 @@ from helpers.checkpoints import assert_same_tensors, read_json, tensors
 from helpers.forked import snapshot
 
 from kvfold.convert import InputError
-from kvfold.convert.conversion import memory, polishing
+from kvfold.convert.conversion import polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, compute_latent_norm_weight
 from kvfold.convert.training import budget
@@ -127,15 +127,6 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == 3  # the third step once more
     assert snapshot(tmp_path / "out") == unbroken
-
-
-def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 50 << 20)
-    with pytest.raises(
-        InputError,
-        match=r"--polish needs the whole model in memory: about .*, but only 52.4 MB are free",
-    ):
-        convert(tmp_path / "out", demo_folder(), **MQA, polish="auto")
 
 
 @pytest.mark.slow

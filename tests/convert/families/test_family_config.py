@@ -91,19 +91,6 @@ def test_a_wrong_value_or_an_unsupported_model_is_an_error(changes, refused):
         make_model(config).check_config_values()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model_type": "gpt_neo"}, "windows"),
-        ({"model_type": "RefinedWebModel", "auto_map": {"AutoConfig": "x.X"}}, "tiiuae/falcon"),
-    ],
-)
-def test_a_refused_model_says_what_it_lacks(changes, reason, refused):
-    with refused() as caught:
-        make_model({**LLAMA, "architectures": None, **changes})
-    assert reason in caught.value.message
-
-
 def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
     # Either spelling of the number of experts will do.
     config = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 8, "num_experts": 2}

@@ -12,7 +12,6 @@ from helpers.checkpoints import add_demo_tokenizer, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import EvalRequest
-from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure import eval as evaluation
 from kvfold.convert.measure.losses import compute_token_losses
@@ -137,7 +136,7 @@ def test_a_context_too_short_for_retrieval_is_measured_without(tiny_family, tmp_
     assert [row["metric"] for row in rows] == ["tokens 1 to 64"]
 
 
-def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
+def test_the_command_measures_a_model_against_itself(monkeypatch, kvfold):
     def simple_evaluate(model, tasks, limit, **options):
         right = [{"metrics": ["acc"], "acc": index % 2} for index in range(limit)]
         # Of a text the harness gives the log-likelihood and the length in words.
@@ -162,11 +161,9 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "compute_token_losses", losses)
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
-    with pytest.raises(SystemExit) as end:
-        main([*line, "--samples", "2", "--json", "-"])
-    shown = capsys.readouterr()
-    assert end.value.code == 0, shown.err
-    found = json.loads(shown.out)
+    done = kvfold(*line, "--samples", 2, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     tasks = {row["metric"]: row for row in found["rows"]}
     assert tasks["256 tokens"]["difference"] == 0
     positions = {row["metric"]: row["source"] for row in found["rows"] if row["task"] == "loss"}
@@ -176,4 +173,4 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     assert tasks["first_difference"]["difference"] == 0
     assert (tasks["acc"]["source"], tasks["acc"]["documents"]) == (0.5, 4)
     assert tasks["nats_per_word"]["source"] == 2.0
-    assert all(text in shown.err for text in ("tiny, acc", "needle, 256 tokens"))
+    assert all(text in done.stderr for text in ("tiny, acc", "needle, 256 tokens"))

@@ -24,7 +24,6 @@ from helpers.checkpoints import (
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import device
-from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT
@@ -239,7 +238,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
-def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_family, capsys):
+def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_family, kvfold):
     start = converted("gqa")
     stranger = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=61)
     both = (start, tmp_path / "out", "--text", text)
@@ -249,10 +248,9 @@ def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_fam
         ((*both, *options_of(teacher=stranger)), f"{stranger.name}: a teacher needs"),
         ((*both, *options_of(batch_tokens=500)), "--batch-tokens"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(["uptrain", *map(str, arguments)])
-        assert ended.value.code == 2
-        line = capsys.readouterr().err.strip().splitlines()[-1]
+        done = kvfold("uptrain", *arguments)
+        assert done.returncode == 2
+        line = done.stderr.strip().splitlines()[-1]
         assert line.startswith("error: ")
         assert expected in line
         assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".training")]
