@@ -10,7 +10,7 @@ Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` sequences in all, ``E
 
 import itertools
 import math
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
-# Logits of each model in memory at once: 32 MB and 512 MB in float32
-_CPU_LOGITS = 1 << 23
-_GPU_LOGITS = 1 << 27
+# Logits of each model in memory at once, 24 MB and 256 MB in float32. Derived: the allocator of a
+# CPU reuses blocks below 32 MiB instead of mapping them anew; a GPU is busy with 256 tokens of the
+# largest vocabularies.
+_CPU_LOGITS = 6 << 20
+_GPU_LOGITS = 1 << 26
 # a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
 _NEGLIGIBLE = -80.0
 # tokens of the first stretch of positions
@@ -143,9 +145,11 @@ def compare_predictions(
     expected: Sequence[Tensor],
     actual: Sequence[Tensor],
     batches: Sequence[Tensor],
+    progress: Callable[[int], None] = lambda _: None,
 ) -> DriftMeasurement:
     """Compare the models' next-token distributions, from their residual streams after the last
-    layer (lists of ``[B, T, E]``). Logits of a few positions are in memory at a time.
+    layer (lists of ``[B, T, E]``). Logits of a block of tokens are in memory at a time; calls
+    ``progress(n)`` after each block of ``n`` tokens.
 
     Raises ValueError if the vocabularies differ.
     """
@@ -157,18 +161,19 @@ def compare_predictions(
             " compare models with the same tokenizer and vocabulary size"
         )
     bounds = split_positions(batches[0].shape[1])
-    budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
     sums = []
     for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
-        step = max(1, budget // (len(tokens) * vocabulary))
         by_stretch = torch.zeros(len(bounds), 4, len(tokens), dtype=torch.float64)
         for stretch, (first, last) in enumerate(bounds):
-            for start in range(first - 1, last - 1, step):
-                span = slice(start, min(start + step, last - 1))
-                logits = teacher.compute_logits(hidden[:, span])
-                others = student.compute_logits(student_hidden[:, span]).to(teacher.device)
-                by_stretch[stretch] += sum_prediction_drift(logits, others, labels[:, span]).cpu()
+            span = slice(first - 1, last - 1)
+            for block in split_logits(hidden[:, span], vocabulary, teacher.device):
+                logits = teacher.compute_logits(hidden[:, span][block])
+                others = student.compute_logits(student_hidden[:, span][block])
+                targets = labels[:, span][block]
+                drift = sum_prediction_drift(logits, others.to(logits.device), targets)
+                by_stretch[stretch][:, block[0]] += drift.cpu()
+                progress(targets.numel())
         sums.append(by_stretch)
     by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]
     stretches = []
@@ -207,6 +212,21 @@ def split_positions(length: int) -> list[tuple[int, int]]:
         ends.append(end)
         end *= 2
     return list(itertools.pairwise([*ends, length]))
+
+
+def split_logits(
+    states: Tensor, vocabulary: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """Yield the sequences and positions of each block of ``states [B, T, E]`` whose logits are
+    computed at once on ``device``. Blocks have fewer tokens the larger the ``vocabulary`` is.
+    """
+    count, length = states.shape[:2]
+    tokens = max(1, (_CPU_LOGITS if device.type == "cpu" else _GPU_LOGITS) // vocabulary)
+    sequences = min(count, tokens)
+    positions = tokens // sequences
+    for row in range(0, count, sequences):
+        for start in range(0, length, positions):
+            yield slice(row, row + sequences), slice(start, start + positions)
 
 
 def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:

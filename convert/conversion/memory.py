@@ -18,7 +18,6 @@ from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
 from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.training.budget import (
     BLOCK_STEPS,
-    LOGITS,
     choose_batch_size,
     count_polish_steps,
 )
@@ -37,7 +36,7 @@ _FIT_SQUARES = 12
 _FIT_SQUARES_OF_TEXT = 36
 # Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of
 # `attention.drift.compare` and `walk.walk`, which import torch.
-_LOGITS = (1 << 23, 1 << 27)
+_LOGITS = (6 << 20, 1 << 26)
 _TOKENS = (4096, 32768)
 # Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
 _LOGIT = 16 * 4
@@ -45,8 +44,8 @@ _LOGIT = 16 * 4
 _MASTER = 4 + 4 + 8 + 4 + 4
 # Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
 _ACTIVATIONS = 68
-# Bytes of logits, and of their gradients, in a step of polishing: 8 tensors.
-_POLISHED_LOGITS = 8 * _FLOAT * LOGITS
+# Bytes of each logit, and of its gradients, in a step of polishing: 8 tensors.
+_POLISHED_LOGIT = 8 * _FLOAT
 # Bytes per trained element of polishing's saved state: master, two moments and the best weights.
 _STATE = 4 * _FLOAT
 # Config, index, card, record and file system blocks.
@@ -122,7 +121,7 @@ def estimate_memory_and_disk(plan: Plan) -> ResourceNeeds:
         steps = min(BLOCK_STEPS, count_polish_steps(request.polish, length))
         activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
         weights = _FLOAT * (model - trained) + _MASTER * trained
-        by_option["polish"] = weights + activations + _POLISHED_LOGITS
+        by_option["polish"] = weights + activations + _POLISHED_LOGIT * _LOGITS[on_gpu]
     memory = max(_FLOAT * states + max(in_layers, at_end), *by_option.values())
     return ResourceNeeds(_BASE_WITH_TEXT + memory, disk, by_option)
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from kvfold.attention.drift.compare import split_logits
+from kvfold.convert.stream.stock import ModelHead
 from kvfold.convert.text.tokenizer import find_prefix_tokens, tokenize_documents
 from kvfold.convert.text.windows import cut_windows
 
@@ -15,12 +18,20 @@ from kvfold.convert.text.windows import cut_windows
 @torch.no_grad()
 def compute_token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
     """The loss in nats of each token of ``tokens [N, T]`` except a row's first, ``[N, T - 1]``."""
+    head = ModelHead(model)
     rows = []
     for row in tokens:
-        # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.
-        logits = model(input_ids=row[None].to(model.device)).logits[0, :-1].float()
-        labels = row[1:].to(logits.device)
-        rows.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none").cpu())
+        sequence = row[None].to(model.device)
+        states = head.compute_states(sequence)[:, :-1]
+        losses = [
+            cross_entropy(
+                head.compute_logits(states[block])[0].float(),
+                sequence[:, 1:][block][0].to(states.device),
+                reduction="none",
+            ).cpu()
+            for block in split_logits(states, head.vocabulary, states.device)
+        ]
+        rows.append(torch.cat(losses))
     return torch.stack(rows)
 
 

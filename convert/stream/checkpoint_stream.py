@@ -71,6 +71,7 @@ class CheckpointStream:
         self._origins = origins or {}
         self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
         self._table: Tensor | None = None
+        self._head_dtype: torch.dtype | None = None
         model = build_empty_model(config, dtype, self.device)
         self.weights = WeightMap(model, names)
         try:
@@ -174,9 +175,23 @@ class CheckpointStream:
         """Return the logits ``[B, T, V]`` for the residual stream ``hidden [B, T, E]`` after the
         last layer.
 
-        The output head stays in memory until ``release``.
+        The output head stays in memory until ``release``; under autocast, its matrices in that
+        dtype.
         """
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if autocast != self._head_dtype:
+            self.release()
+        self._head_dtype = autocast
         ends = self._load_parameters([*self._around, *self._head])
+        if autocast is not None:
+            # Autocast would cast them again for each block of tokens.
+            for source in map(self.weights.find_source, self._head):
+                self._loaded[source] = {
+                    name: tensor.to(autocast) if tensor.dim() == 2 else tensor
+                    for name, tensor in self._loaded[source].items()
+                }
+            ends = self._load_parameters(ends)
         with errors_as_input_errors():
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device)
             return self._frame.compute_logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
@@ -222,6 +237,8 @@ class CheckpointStream:
         tensors as ``source``, or None if there are none to share.
         """
         if self._teacher is None or any(name in self._changed for name in source.names):
+            return None
+        if self._teacher._head_dtype != self._head_dtype:
             return None
         # By names, not by contents: a stored tensor that the student renames or joins is still the
         # teacher's.

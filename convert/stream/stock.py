@@ -1,10 +1,11 @@
 """Build stock transformers models: without weights on the meta device, or loaded completely."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -143,6 +144,59 @@ def use_blockwise_attention(model: Any, device: torch.device) -> None:
         # The model's own method refuses classes whose files do not spell the call as transformers
         # does.
         model.config._attn_implementation = BLOCKWISE
+
+
+class ModelHead:
+    """The output head of a loaded ``model``, for a block of tokens at a time; the class itself
+    computes the logits of all tokens at once.
+
+    ``vocabulary`` is the size of its logits.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.vocabulary: int = model.config.get_text_config().vocab_size
+        self._decoder = model.get_decoder()
+        self._forward = model.forward
+        self._output: Any = None
+
+    def compute_states(self, tokens: Tensor) -> Tensor:
+        """Return the decoder's output ``[B, T, E]`` for ``tokens [B, T]``."""
+        run_decoder = self._decoder.forward
+        states = torch.empty(0)
+
+        def run_and_shorten(*args: Any, **kwargs: Any) -> Any:
+            """Run the decoder, and return only its output for the first token to the head."""
+            nonlocal states
+            self._output = run_decoder(*args, **kwargs)
+            states = self._output.last_hidden_state
+            self._output.last_hidden_state = states[:, :1]
+            return self._output
+
+        self._run_model(run_and_shorten, tokens)
+        return states
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[B, t, V]`` for ``hidden [B, t, E]``, some of the states of the last
+        call of `compute_states`.
+        """
+
+        def return_hidden(*args: Any, **kwargs: Any) -> Any:
+            """Return ``hidden`` as the output of the decoder."""
+            self._output.last_hidden_state = hidden
+            return self._output
+
+        blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        logits: Tensor = self._run_model(return_hidden, blank).logits
+        return logits
+
+    def _run_model(self, run_decoder: Callable[..., Any], tokens: Tensor) -> Any:
+        """Return the model's output for ``tokens`` with another forward pass of its decoder."""
+        forward = self._decoder.forward
+        self._decoder.forward = run_decoder
+        try:
+            return self._forward(input_ids=tokens, use_cache=False)
+        finally:
+            self._decoder.forward = forward
 
 
 def describe_error(error: Exception) -> str:

@@ -101,7 +101,12 @@ def sample_sequences(
             cycle([turns.asked[1:], [*turns.answered[1:], *turns.start]]) for _ in range(rows)
         ]
         while tokens.shape[1] < length:
-            output = model(input_ids=latest.to(model.device), past_key_values=cache, use_cache=True)
+            output = model(
+                input_ids=latest.to(model.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             cache = output.past_key_values
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():

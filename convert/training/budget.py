@@ -1,4 +1,4 @@
-"""The steps of training, their sequences and logits. Does not import torch, because planning uses
+"""The steps of training and their sequences. Does not import torch, because planning uses
 this module.
 """
 
@@ -25,9 +25,6 @@ _REFINED_TOKENS = 4096
 # Steps for which the source's states are computed at once: chosen, 2 GB of bfloat16 at a width of
 # 4096.
 BLOCK_STEPS = 256
-# Elements at once. Derived: the allocator reuses float32 blocks below 32 MiB instead of mapping
-# them anew.
-LOGITS = 6 << 20
 
 
 def count_polish_steps(polish: int | str, length: int) -> int:

@@ -9,15 +9,17 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
+from kvfold.attention.drift.compare import split_logits
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
@@ -231,20 +233,84 @@ def draw_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
         yield from (order[start : start + size] for start in range(0, count - size + 1, size))
 
 
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in
-    nats per token.
-    """
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+class OutputHead(Protocol):
+    """What follows a model's last layer. ``vocabulary`` is the size of its logits."""
+
+    vocabulary: int
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[B, T, V]`` for the residual stream ``hidden [B, T, E]``."""
 
 
-def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean ``KL(teacher || student)`` of next-token distributions in nats per token, for
-    logits ``[B, T, V]``.
+def sum_loss(
+    head: OutputHead,
+    hidden: Tensor,
+    target: Tensor,
+    teacher: OutputHead | None = None,
+    weights: Iterable[Tensor] = (),
+) -> Tensor:
+    """Return the sum over tokens of ``KL(teacher || student)`` in nats, for the student's residual
+    stream ``hidden [B, T, E]`` and the teacher's, ``target``; without a teacher, that of the
+    cross-entropy of the tokens ``target [B, T]``.
+
+    Logits of a block of tokens are in memory at a time, in the backward pass too. Gradients flow to
+    ``hidden`` and to the head's ``weights``.
     """
-    # The last position has no next token and does not count.
-    rows = logits[:, :-1].flatten(0, 1)
-    return sum_kl(rows, teacher[:, :-1].flatten(0, 1)) / len(rows)
+    loss: Tensor = _LossInBlocks.apply(  # type: ignore[no-untyped-call]
+        head, teacher, target, hidden, *weights
+    )
+    return loss
+
+
+class _LossInBlocks(torch.autograd.Function):
+    """`sum_loss`, whose gradients are computed while the logits of a block are in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: OutputHead,
+        teacher: OutputHead | None,
+        target: Tensor,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Return the loss, and keep its gradients for `backward`."""
+        total = torch.zeros((), device=hidden.device)
+        gradient = torch.empty_like(hidden)
+        sums: list[Tensor | None] = []
+        for block in split_logits(hidden, head.vocabulary, hidden.device):
+            states = hidden[block].detach().requires_grad_()
+            with torch.enable_grad():
+                logits = head.compute_logits(states)
+                loss = _sum_block_loss(logits, target[block], teacher)
+            total += loss.detach()
+            gradient[block], *others = torch.autograd.grad(
+                loss, [states, *weights], allow_unused=True
+            )
+            sums = [
+                added if before is None else before.add_(added)
+                for before, added in zip(sums or [None] * len(weights), others, strict=True)
+            ]
+        ctx.gradients = [gradient, *sums]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the loss, which are dropped."""
+        gradients = [None if each is None else each.mul_(scale) for each in ctx.gradients]
+        del ctx.gradients
+        return (None, None, None, *gradients)
+
+
+def _sum_block_loss(logits: Tensor, target: Tensor, teacher: OutputHead | None) -> Tensor:
+    """Return the summed loss of a block of tokens, as `sum_loss` does, from their ``logits``."""
+    if teacher is None:
+        return cross_entropy(logits.flatten(0, 1).float(), target.flatten(), reduction="sum")
+    with torch.no_grad():
+        expected = teacher.compute_logits(target)
+    # A teacher may have unused tokens in the end.
+    rows = expected[..., : logits.shape[-1]].flatten(0, 1)
+    return sum_kl(logits.flatten(0, 1), rows.to(logits.device))
 
 
 def sum_kl(logits: Tensor, teacher: Tensor) -> Tensor:

@@ -9,21 +9,20 @@ head, which is the student's too, yields its logits. Only the converted attentio
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import sum_prediction_drift
+from kvfold.attention.drift.compare import split_logits, sum_prediction_drift
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, choose_batch_size
-from kvfold.convert.training.loop import TrainingTask, draw_batches, sum_kl
+from kvfold.convert.training.budget import BLOCK_STEPS, POLISH_ROUND, choose_batch_size
+from kvfold.convert.training.loop import TrainingTask, draw_batches, sum_loss
 from kvfold.convert.walk.walk import Student, run_all_layers
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
@@ -139,9 +138,8 @@ class PolishTask(TrainingTask):
     streams into logits. Set ``constant`` to preserve the latents' constant channel.
 
     The stock modules run with the master weights rounded to the dtypes in which they will be saved,
-    so training and evaluation use the weights that users will load. The head is run separately, so
-    that only the logits of a few positions are in memory at a time. ``held_out`` is evaluated in
-    float32.
+    so training and evaluation use the weights that users will load. The head is run separately, on
+    a block of tokens at a time. ``held_out`` is evaluated in float32.
     """
 
     def __init__(
@@ -185,15 +183,9 @@ class PolishTask(TrainingTask):
             self.load_master_weights()
             with self.stream.use_training_precision():
                 hidden = self.run_layers(tokens)
-            # Gradients of the last layer's output add up here, a few positions at a time, and go
-            # through the layers once.
-            leaf = hidden.detach().requires_grad_()
-            for logits, expected, _ in self._yield_logits(
-                leaf, states, self.stream.use_training_precision()
-            ):
-                loss = sum_kl(logits.flatten(0, 1), expected.flatten(0, 1))
-                (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
-            hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+                target = states.to(hidden.device, hidden.dtype)
+                loss = sum_loss(self.stream, hidden, target, self.stream)
+            (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
 
     def measure_error(self) -> float:
         """Return the mean KL from the teacher's next-token distributions on held-out text, in nats
@@ -215,8 +207,12 @@ class PolishTask(TrainingTask):
         for batch, states in zip(*chunks, strict=True):
             labels = batch[:, 1:].to(self.stream.device)
             hidden = self.run_layers(batch)[:, :-1]
-            for logits, expected, span in self._yield_logits(hidden, states[:, :-1], nullcontext()):
-                sums += sum_prediction_drift(expected, logits, labels[:, span]).sum(1).cpu()
+            expected = states[:, :-1].to(hidden.device, hidden.dtype)
+            for block in split_logits(hidden, self.stream.vocabulary, hidden.device):
+                logits = self.stream.compute_logits(hidden[block])
+                teacher_logits = self.stream.compute_logits(expected[block])
+                figures = sum_prediction_drift(teacher_logits, logits, labels[block])
+                sums += figures.sum(1).cpu()
         kl, agreement, teacher_loss, loss = (sums / tokens[:, 1:].numel()).tolist()
         excess = loss - teacher_loss
         return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
@@ -229,21 +225,3 @@ class PolishTask(TrainingTask):
         for layer in self.layers:
             hidden = layer(hidden).states
         return hidden
-
-    def _yield_logits(
-        self, hidden: Tensor, states: Tensor, precision: AbstractContextManager[Any]
-    ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """Yield the student's and the teacher's logits ``[B, t, V]`` for one span of positions at a
-        time, from their residual streams after the last layer.
-        """
-        count, length = hidden.shape[:2]
-        size = max(1, LOGITS // (count * self.stream.vocabulary))
-        for start in range(0, length, size):
-            span = slice(start, start + size)
-            with precision:
-                with torch.no_grad():
-                    expected = self.stream.compute_logits(
-                        states[:, span].to(hidden.device, hidden.dtype)
-                    )
-                logits = self.stream.compute_logits(hidden[:, span])
-            yield logits, expected, span

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,17 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.attention.drift.compare import sum_prediction_drift
+from kvfold.attention.drift.compare import split_logits, sum_prediction_drift
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import use_blockwise_attention
+from kvfold.convert.stream.stock import ModelHead, use_blockwise_attention
 from kvfold.convert.text.tokenizer import check_teacher_tokenizer, load_tokenizer
 from kvfold.convert.training.budget import choose_batch_size
-from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_loss
+from kvfold.convert.training.loop import BETAS, sum_loss
 from kvfold.convert.training.steps import (
     freeze_constant_channel,
     has_constant_channel,
@@ -63,15 +64,12 @@ def make_training_arguments(
     """
     device = choose_device(request.device)
     replicas = int(os.environ.get("WORLD_SIZE", "1"))
-    if replicas == 1 and device.type == "cuda":
-        # transformers divides each batch of a single process among all GPUs that it sees.
-        replicas = torch.cuda.device_count()
     share, rest = divmod(request.sequences_per_step, replicas)
     if rest:
         raise InputError(
             f"--batch-tokens: {request.sequences_per_step} sequences per step cannot be divided"
             f" evenly among"
-            f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
+            f" {replicas} processes; use a multiple of {replicas} x --seq-len"
         )
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
     # teacher 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`,
@@ -83,7 +81,7 @@ def make_training_arguments(
     # limited by curvature.
     batch = min(1.0, request.sequences_per_step * request.seq_len / FULL_BATCH)
     rate = _AT_WIDTH_ONE / math.sqrt(width) * math.sqrt(batch)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(request.training_folder),
         max_steps=request.steps,
         per_device_train_batch_size=micro_batch,
@@ -112,6 +110,10 @@ def make_training_arguments(
         save_total_limit=2,
         disable_tqdm=True,
     )
+    if arguments.n_gpu > 1:
+        # Else transformers would divide each batch among copies of the model.
+        arguments._n_gpu = 1
+    return arguments
 
 
 def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype) -> Any:
@@ -147,7 +149,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         held_out: Tensor,
     ) -> None:
         self._best = request.training_folder / _BEST
-        self._teacher = None if teacher is None else teacher.to(arguments.device)
+        self._teacher_head = None if teacher is None else ModelHead(teacher.to(arguments.device))
         model = load_model(source, torch.float32, request.trust_remote_code)
         use_blockwise_attention(model, choose_device(request.device))
         if request.gradient_checkpointing:
@@ -156,6 +158,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                 model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
             )
             enable({"use_reentrant": False})
+        self._head = ModelHead(model)
+        # Not a bound method, which accelerate would bind to the model.
+        model.forward = partial(self._forward)
         parameters = dict(model.named_parameters())
         self.constant = freeze_constant_channel(parameters) if has_constant_channel(source) else {}
         super().__init__(
@@ -245,20 +250,56 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         """Return the KL from the teacher, or the next-token loss without one, in nats per token."""
         tokens = inputs["input_ids"].long()
-        logits = model(input_ids=tokens, use_cache=False).logits
-        if self._teacher is None:
-            return next_token_loss(logits, tokens)
-        return distillation_loss(logits, self._compute_teacher_logits(tokens, logits))
+        loss: Tensor = model(input_ids=tokens, teacher_states=self._compute_teacher_states(tokens))
+        return loss.div(tokens[:, 1:].numel())
+
+    def _forward(self, input_ids: Tensor, teacher_states: Tensor | None) -> Tensor:
+        """The forward pass of the trained model instead of its class's, which returns all logits:
+        return the summed loss of ``input_ids [B, T]`` in training, and else the sums of
+        `sum_prediction_drift` by sequence.
+        """
+        # The last position has no next token and does not count.
+        states = self._head.compute_states(input_ids)[:, :-1]
+        labels = input_ids[:, 1:]
+        if not self.model.training:
+            return self._sum_drift(states, teacher_states, labels)
+        # Looked up at each call, because sharding replaces the parameters.
+        weights = [weight for weight in self._list_head_weights() if weight.requires_grad]
+        target = labels if teacher_states is None else teacher_states
+        return sum_loss(self._head, states, target, self._teacher_head, weights)
+
+    def _sum_drift(self, states: Tensor, teacher_states: Tensor | None, labels: Tensor) -> Tensor:
+        """Return the sums of `sum_prediction_drift` by sequence, ``[B, 4]`` in float64; without a
+        teacher, the model is compared with itself.
+        """
+        sums = states.new_zeros(len(states), 4, dtype=torch.float64)
+        for block in split_logits(states, self._head.vocabulary, states.device):
+            logits = self._head.compute_logits(states[block])
+            expected = logits
+            if self._teacher_head is not None and teacher_states is not None:
+                expected = self._teacher_head.compute_logits(teacher_states[block])
+                expected = expected[..., : logits.shape[-1]]
+            sums[block[0]] += sum_prediction_drift(expected, logits, labels[block]).T
+        return sums
+
+    def _list_head_weights(self) -> list[Tensor]:
+        """Return the model's parameters outside of its decoder, and tied ones."""
+        inside = set(self.model.get_decoder().modules())
+        return [
+            weight
+            for module in self.model.modules()
+            if module not in inside
+            for weight in module.parameters(recurse=False)
+        ]
 
     @torch.no_grad()
-    def _compute_teacher_logits(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Return the teacher's logits for ``tokens``, cut to the vocabulary of the student's logits
-        ``like [B, T, V]``; ``like`` without a teacher.
+    def _compute_teacher_states(self, tokens: Tensor) -> Tensor | None:
+        """Return the teacher's states ``[B, T - 1, E]`` for ``tokens [B, T]``; None without a
+        teacher.
         """
-        if self._teacher is None:
-            return like
-        logits: Tensor = self._teacher(input_ids=tokens, use_cache=False).logits
-        return logits[..., : like.shape[-1]]
+        if self._teacher_head is None:
+            return None
+        return self._teacher_head.compute_states(tokens)[:, :-1]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -269,14 +310,12 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         rows = []
         for inputs in self.get_eval_dataloader():
             tokens = inputs["input_ids"].long()
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            teacher = self._compute_teacher_logits(tokens, logits)
-            sums = sum_prediction_drift(teacher[:, :-1], logits[:, :-1], tokens[:, 1:])
+            sums = self.model(input_ids=tokens, teacher_states=self._compute_teacher_states(tokens))
             # Of the sequences of all processes, without those that only fill up their last batch.
-            rows.append(self.accelerator.gather_for_metrics(sums.T / tokens[0, 1:].numel()).cpu())
+            rows.append(self.accelerator.gather_for_metrics(sums / tokens[0, 1:].numel()).cpu())
         kl, _, teacher_loss, loss = torch.cat(rows).mean(0).tolist()
         metrics = {"eval_loss": loss}
-        if self._teacher is not None:
+        if self._teacher_head is not None:
             metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
         errors = [get_held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
         if get_held_out_error(metrics) < min(errors, default=math.inf):

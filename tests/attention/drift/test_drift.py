@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from kvfold.attention import measure_drift
 from kvfold.attention.drift.compare import compute_kl_terms, compute_margin, split_positions
+from kvfold.attention.drift.streams import LoadedStream
 
 
 @torch.no_grad()
@@ -124,15 +125,28 @@ def test_margins_are_those_of_students_t(count, quantile):
     assert compute_margin(values[:1]) is None
 
 
+@pytest.mark.parametrize("tokens_at_once", [1, 3, 1000])
 @torch.no_grad()
-def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch):
+def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch, tokens_at_once):
     assert split_positions(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
     assert split_positions(40) == [(1, 40)]
     monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
     source = tiny_decoder()
     tokens = random_tokens()
     student = disturb(source)
+    at_once = tokens_at_once * source.config.vocab_size
+    monkeypatch.setattr("kvfold.attention.drift.compare._CPU_LOGITS", at_once)
+    sizes = []
+    compute_logits = LoadedStream.compute_logits
+
+    def record_size(*given):
+        logits = compute_logits(*given)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(LoadedStream, "compute_logits", record_size)
     measured = measure_drift(source, student, tokens, floor=False, batch=2)
+    assert max(sizes) <= at_once
     log_p = source(tokens).logits[:, :-1].double().log_softmax(-1)
     log_q = student(tokens).logits[:, :-1].double().log_softmax(-1)
     excess = (log_p - log_q).gather(-1, tokens[:, 1:, None])[..., 0]

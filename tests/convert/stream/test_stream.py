@@ -19,6 +19,7 @@ from kvfold.convert.checkpoint.files import read_config
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import list_supported_model_types
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.stream.stock import ModelHead
 
 
 @pytest.fixture
@@ -60,6 +61,9 @@ def test_logits_and_cache_are_those_of_the_stock_model(
     model, config, stored = tiny(family, **changes)
     expected = model(tokens).logits
     assert expected.std() > 0.05
+    head = ModelHead(model)
+    states = head.compute_states(tokens)
+    torch.testing.assert_close(head.compute_logits(states[1:, 3:7]), expected[1:, 3:7])
     stream = CheckpointStream(config, stored.__getitem__, stored)
     found = run_stream(stream, tokens)
     torch.testing.assert_close(found, expected, **precision.LOGITS)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT, compute_latent_norm_weight
-from kvfold.convert.training.loop import next_token_loss
 from kvfold.convert.training.steps import (
     check_constant_channel,
     freeze_constant_channel,
@@ -66,7 +65,7 @@ def trained(folder, dtype, steps=6, decay=0.1):
     )
     losses = []
     for tokens in batches(1) * steps:
-        loss = next_token_loss(model(input_ids=tokens).logits, tokens)
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +127,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
     named = dict(held.named_parameters())
     slices = freeze_constant_channel(named)
     for model in (plain, held):
-        next_token_loss(model(input_ids=tokens).logits, tokens).backward()
+        model(input_ids=tokens, labels=tokens).loss.backward()
     scale_gradients(named, slices)
     for name, value in plain.named_parameters():
         expected = value.grad
@@ -179,7 +178,7 @@ def train_rank(folder, out, is_sharded):
     optimizer = adam(model, held, weight_decay=0.1, eps=1e-4)
     for tokens in batches(4):
         own = tokens[rank::world]
-        next_token_loss(model(input_ids=own).logits, own).backward()
+        model(input_ids=own, labels=own).loss.backward()
         scale_gradients(dict(model.named_parameters()), held)
         optimizer.step()
         optimizer.zero_grad()

@@ -16,8 +16,9 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.stream.stock import ModelHead
 from kvfold.convert.training import polish as module
-from kvfold.convert.training.loop import distillation_loss, next_token_loss
+from kvfold.convert.training.loop import sum_loss
 from kvfold.convert.training.polish import (
     PolishTask,
     TeacherText,
@@ -36,7 +37,7 @@ class FixedText(TrainingText):
         super().__init__(None, tokens, None)
         self.states = states
 
-    def read(self, indices):
+    def read_sequences(self, indices):
         return TeacherText(self.tokens[indices].long(), self.states[indices])
 
 
@@ -137,15 +138,46 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
     assert torch.equal(ours.run_layers(TOKENS), states)
 
 
-def test_losses_of_next_tokens_and_of_distillation():
-    generator = torch.Generator().manual_seed(3)
-    student, teacher = torch.randn(2, 2, 5, 7, generator=generator)
-    tokens = torch.randint(7, (2, 5), generator=generator)
-    log_q, log_p = (logits.log_softmax(-1)[:, :-1] for logits in (student, teacher))
-    expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    assert_close(distillation_loss(student, teacher), expected)
-    chosen = log_q.gather(-1, tokens[:, 1:, None])
-    assert_close(next_token_loss(student, tokens), -chosen.mean())
+def compute_losses(logits, teacher):
+    """The KL from ``teacher`` and the next-token loss of ``TOKENS``, from all logits, summed."""
+    log_q, log_p = (values.log_softmax(-1)[:, :-1] for values in (logits, teacher))
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    return kl, -log_q.gather(-1, TOKENS[:, 1:, None]).sum()
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 5, 1000])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
+def test_losses_and_gradients_in_blocks_are_those_of_all_logits(
+    tiny_family, family, tokens_at_once, monkeypatch
+):
+    student = stock_model(tiny_family(family, attention_dropout=0.0))
+    teacher = stock_model(tiny_family(family)).requires_grad_(False)
+    for weight in teacher.parameters():
+        weight *= 1.5
+    at_once = tokens_at_once * student.config.vocab_size
+    monkeypatch.setattr("kvfold.attention.drift.compare._CPU_LOGITS", at_once)
+    head, teacher_head = ModelHead(student), ModelHead(teacher)
+    outside = set(student.get_decoder().modules())
+    weights = [
+        weight
+        for module in student.modules()
+        if module not in outside
+        for weight in module.parameters(recurse=False)
+    ]
+    expected = compute_losses(student(TOKENS).logits, teacher(TOKENS).logits)
+    target = teacher_head.compute_states(TOKENS)[:, :-1]
+    for distilled, loss in zip((True, False), expected, strict=True):
+        student.zero_grad()
+        (loss / 3).backward(retain_graph=True)
+        gradients = {name: weight.grad for name, weight in student.named_parameters()}
+        student.zero_grad()
+        states = head.compute_states(TOKENS)[:, :-1]
+        goal = (target, teacher_head) if distilled else (TOKENS[:, 1:], None)
+        blocked = sum_loss(head, states, *goal, weights)
+        assert_close(blocked, loss, rtol=1e-4, atol=1e-4)
+        (blocked / 3).backward()
+        for name, weight in student.named_parameters():
+            assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
@@ -154,12 +186,14 @@ def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     with torch.no_grad():
         student = stock_model(tiny_family("llama"))(input_ids=TOKENS, use_cache=False).logits
         teacher = ours.stream.compute_logits(ours.held_out.states)
-    loss = float(next_token_loss(student, TOKENS))
+    count = TOKENS[:, 1:].numel()
+    kl, loss = compute_losses(student, teacher)
+    _, teacher_loss = compute_losses(teacher, teacher)
     assert ours.figures == pytest.approx(
         {
-            "kl": float(distillation_loss(student, teacher)),
-            "loss": loss,
-            "excess": loss - float(next_token_loss(teacher, TOKENS)),
+            "kl": float(kl / count),
+            "loss": float(loss / count),
+            "excess": float((loss - teacher_loss) / count),
             "top_1_agreement": float(
                 (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean()
             ),
