@@ -39,8 +39,10 @@ def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeig
 
 def statistics(heads: int) -> LayerStatistics:
     mix = rows(4, E, E)
+    mean = rows(6, E)
+    gram = mix @ mix.T + torch.eye(E) / 50 + torch.outer(mean, mean)
     profile = (3 * normal(5, heads, TOKENS)).softmax(1)
-    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile)
+    return LayerStatistics(gram, mean, 1000, profile)
 
 
 def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.PairLosses:
