@@ -121,6 +121,14 @@ def measure_free_memory(device: torch.device) -> int | None:
     """The free memory of ``device`` in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    statistics = Path("/proc/meminfo")  # Linux
-    available = statistics.exists() and re.search(r"MemAvailable: *(\d+)", statistics.read_text())
-    return int(available[1]) * 1024 if available else None
+    available = search_proc("meminfo", r"MemAvailable: *(\d+)")
+    return None if available is None else int(available) * 1024
+
+
+def search_proc(file: str, pattern: str) -> str | None:
+    """The first group of ``pattern`` in the file ``/proc/FILE``; None where it is not there, as on
+    systems other than Linux.
+    """
+    path = Path("/proc", file)
+    match = re.search(pattern, path.read_text() if path.exists() else "")
+    return None if match is None else match[1]

@@ -9,7 +9,6 @@ import gc
 import itertools
 import json
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from transformers import AutoConfig, DynamicCache
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.record import get_package_versions
-from kvfold.convert.device import choose_device, measure_free_memory
+from kvfold.convert.device import choose_device, measure_free_memory, search_proc
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.progress import Progress, ProgressStages
@@ -328,9 +327,8 @@ def read_peak_memory(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text() if status.exists() else "")
-    return int(peak[1]) << 10 if peak else None
+    peak = search_proc("self/status", r"VmHWM:\s*(\d+)")
+    return None if peak is None else int(peak) << 10
 
 
 def read_processor_name(device: torch.device) -> str:
@@ -338,6 +336,4 @@ def read_processor_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     # platform has no name of the CPU on Linux.
-    info = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*:\s*(.*\S)", info.read_text() if info.exists() else "")
-    return name[1] if name else "CPU"
+    return search_proc("cpuinfo", r"model name\s*:\s*(.*\S)") or "CPU"

@@ -53,7 +53,7 @@ from kvfold.convert.processes import (
     run_on_rank0,
     world_size,
 )
-from kvfold.convert.stream.stock import load_config
+from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
@@ -156,7 +156,8 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     )
     teacher = load_teacher(request, source, precision)
     trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
-    state = trainer.train_and_gather_state(checkpoint)
+    with hide_progress_bars():  # of the checkpoints that the trainer saves
+        state = trainer.train_and_gather_state(checkpoint)
 
     def write_result() -> Uptrained:
         """Write the trained checkpoint to OUT, and remove the training folder."""
