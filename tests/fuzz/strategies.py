@@ -3,6 +3,7 @@
 import json
 import struct
 
+from helpers.cases import read_cases
 from hypothesis import strategies as st
 
 # Values that no encoder of JSON writes; each stands for its mark in the text.
@@ -13,12 +14,9 @@ RAW = {
     "@@surrogate": '"\\ud800"',
     "@@control": '"a\\u0000\\u001b[2J\\n\\u202e"',
 }
-NUMBERS = [0, 1, -1, 3, 0.5, -0.5, 1e-320, 1e308, 2**31, 2**63, 2**64]
-STRINGS = ["", " ", "²", "64", "auto", "../x", "/etc/passwd", "x" * 300, "re:(", "$a$b$"]
-STRINGS += ["Tensor", "__doc__", "`x`", "a b " * 7000]
-KEYS = ["quantization_config", "auto_map", "rope_scaling", "rope_parameters", "layer_types"]
-KEYS += ["text_config", "files", "head_dim", "sliding_window", "dtype", "chat_template", "format"]
-KEYS += ["num_labels", "tie_word_embeddings", "max_position_embeddings", "use_mla"]
+TABLES = read_cases(__file__)
+NUMBERS = TABLES["numbers"]
+STRINGS = [*TABLES["strings"], "x" * 300, "a b " * 7000]
 # Names of folders and files, as bytes: some are no text, or a terminal or a plot obeys them.
 NAMES = [
     b"$a$b",
@@ -32,15 +30,7 @@ NAMES = [
     b"torch.py",
 ]
 # Chat templates that take time, memory or room, in one operation or in many.
-TEMPLATES = [
-    "{{ 3 ** (10 ** 9) }}",
-    "{{ 'a b ' * 10**7 }}",
-    "{{ 'a' * 10**10 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ raise_exception('no') }}",
-    "{{ messages[9].content }}",
-    "{% for m in messages %}{{ m.content }} {% endfor %}",
-]
+TEMPLATES = TABLES["templates"]
 
 scalars = st.one_of(
     st.sampled_from([None, True, False, float("nan"), float("inf"), *RAW]),
@@ -75,7 +65,7 @@ def edited_json(draw, value):
     elif action == "drop":
         del changed[key]
     else:
-        changed[draw(st.sampled_from(KEYS))] = draw(values)
+        changed[draw(st.sampled_from(TABLES["keys"]))] = draw(values)
     return changed
 
 
@@ -120,12 +110,9 @@ def safetensors_files(draw, data):
     return struct.pack("<Q", stated) + text + body
 
 
-WORDS = ["-", "x", "fifo", "folder", "text.txt", "loop", "missing/x.json", "missing", "auto"]
-WORDS += ["self", "none", "float64", "link", "source", "a.png", "engine", "gqa:²", "mla:9+9"]
-WORDS += ["mqa,mqa", "5XB", "1e9GB", "text.txt:1e400", "C:D", "a\nb", "\x1b[2J", "\u202e"]
 option_values = st.one_of(
     st.sampled_from([str(number) for number in NUMBERS] + ["nan", "1e400", "0x10", "9" * 5000]),
-    st.sampled_from(WORDS + STRINGS),
+    st.sampled_from(TABLES["words"] + STRINGS),
 )
 
 
