@@ -19,6 +19,7 @@ from kvfold.convert.conversion.layers import convert_layer, open_walk, read_sour
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import ProgressStages
+from kvfold.convert.targets.mla.layout import fit_yarn_parameters
 from kvfold.convert.transforms.head_norms import linearize_norms
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, RotarySlots
@@ -139,7 +140,8 @@ def survey_layers(
 
 def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
     """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by ``surveys``,
-    which has statistics of every layer. Layout engine allows only plain RoPE.
+    which has statistics of every layer. In layout engine the keys turn at the frequencies that
+    engines compute, which may differ from those of the pairs.
 
     Without surveys, the choice is a uniform stride over the source's frequencies.
     """
@@ -161,9 +163,11 @@ def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Rota
             theta = torch.tensor(alike, dtype=torch.float64)
             slots[alike] = rope_slots.spread_rotary_slots(theta, spec.rope_dim)
         elif spec.layout == "engine":
-            slots[alike] = rope_slots.choose_stepped_rotary_slots(
+            chosen = rope_slots.choose_stepped_rotary_slots(
                 [surveys[layer] for layer in layers], rope_dim
             )
+            _, cached = fit_yarn_parameters(plan.model, spec, chosen.theta.tolist())
+            slots[alike] = replace(chosen, theta=torch.tensor(cached, dtype=torch.float64))
         else:
             slots[alike] = rope_slots.choose_rotary_slots(
                 [surveys[layer] for layer in layers], rope_dim

@@ -154,7 +154,7 @@ def compute_frequencies(
             case "llama3":
                 return _scale_frequencies_llama3(table, theta), 1.0
             case "yarn":
-                theta, amplitude = _scale_frequencies_yarn(table, theta, positions)
+                theta, amplitude = scale_frequencies_yarn(table, theta, positions)
             case "longrope":
                 theta, amplitude = _scale_frequencies_longrope(table, theta, positions, context)
             case _:
@@ -188,7 +188,7 @@ def _scale_frequencies_llama3(table: Table, theta: list[float]) -> list[float]:
     return scaled
 
 
-def _scale_frequencies_yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
+def scale_frequencies_yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     """The frequencies ``theta`` of YaRN: pairs that turn often unchanged, those that turn rarely
     divided by ``factor``, and a linear blend in between.
     """

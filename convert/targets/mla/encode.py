@@ -51,8 +51,12 @@ def compute_latent_norm_weight(rank: int) -> float:
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
-def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
-    """Return the attention tensors of ``layer`` for a stock MLA class, by their stored names."""
+def encode_stock_mla(
+    latent: LatentWeights, layer: int, spec: MlaSpec, yarn_factor: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the attention tensors of ``layer`` for a stock MLA class, by their stored names.
+    ``yarn_factor`` is the factor of the rotary embedding in layout ``engine``.
+    """
     # No bias may be left out without a word: only a constant channel, or a query latent, stores it.
     assert (
         spec.has_constant_channel
@@ -60,6 +64,9 @@ def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[s
     )
     assert latent.query is not None or latent.q_nope_bias is latent.q_rope_bias is None
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
+    # DeepSeek's attention multiplies the scores of YaRN by the square of this.
+    growth = 0.1 * math.log(yarn_factor) + 1
+    latent = replace(latent, scale=latent.scale / growth**2)
     tensors = {**_encode_queries(latent), **_encode_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if spec.has_constant_channel:

@@ -6,8 +6,9 @@ makes the latent's RMSNorm a known factor). The DeepSeek loaders of inference en
 both, so the output is not a DeepSeek model but a ``YoutuForCausalLM`` (stock in transformers),
 which has the same attention and tensor names, and dense layers.
 
-Layout ``engine`` is a ``DeepseekV3ForCausalLM`` that those loaders read correctly: no biases, plain
-RoPE, an untied head, and only dense layers (``first_k_dense_replace`` is the number of layers).
+Layout ``engine`` is a ``DeepseekV3ForCausalLM`` that those loaders read correctly: no biases, YaRN
+(also for plain RoPE), an untied head, and only dense layers (``first_k_dense_replace`` is the
+number of layers).
 
 A model with experts becomes a ``Mistral4ForCausalLM`` in both layouts. Its router computes the
 softmax of all logits, selects the largest probabilities, and optionally divides them by their sum,
@@ -30,6 +31,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,7 +41,11 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.family import find_wrapper_prefixes
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import make_older_rope_keys
+from kvfold.convert.families.rotary import (
+    make_older_rope_keys,
+    read_rope_parameters,
+    scale_frequencies_yarn,
+)
 from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.targets.custom_code import CODE, build_custom_config, plan_custom_tensors
 from kvfold.convert.targets.mla.spec import (
@@ -114,11 +120,8 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     sparse = model.block.sparse
     positions = model.geometry.positions
     base = find_rope_base(theta)
-    if base is not None and (engine or sparse):
-        # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
-        # for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads
-        # wrongly.
-        table = _evaluate_all(_CLASSES["yarn"], {"base": base, "context": positions})
+    if engine or (base is not None and sparse):
+        table, _ = fit_yarn_parameters(model, spec, theta)
     elif base is not None and not spec.has_kernels:
         table = {"rope_type": "default", "rope_theta": base}
     else:
@@ -138,6 +141,53 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
     if sparse:
         table["llama_4_scaling_beta"] = 0.0  # else Mistral4 scales queries by their position
     return {"head_dim": head_dim, "rope_parameters": table}
+
+
+def fit_yarn_parameters(
+    model: Model, spec: MlaSpec, theta: Sequence[float]
+) -> tuple[dict[str, Any], list[float]]:
+    """Return the rope parameters of YaRN with ``spec.rope_dim`` dims that come nearest to the
+    frequencies ``theta [n]``, every ``step``-th of the source's, and the ``n`` frequencies that
+    every reader of these parameters computes.
+
+    Plain RoPE is YaRN of factor 1. The loaders of engines read any other type of a DeepSeek config
+    as YaRN too, as DeepSeek-V3 has it: the first pairs of plain RoPE, then a blend that is linear
+    in the pair's index, then pairs divided by the factor. The first pair always turns by one radian
+    per position. So YaRN's frequencies are exact if its blend begins and ends at kept pairs, those
+    of llama3 but for its blend, and those of linear but for the first. Nearest is least in the sum
+    of ``log(1 + difference * context)``, the octaves of distances at which a pair is out of phase.
+    """
+    positions = model.geometry.positions
+    plain_base = find_rope_base(theta)
+    if plain_base is not None:
+        # Not the default type: for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that
+        # rotates several heads wrongly.
+        values = {"base": plain_base, "context": positions}
+        return _evaluate_all(_CLASSES["yarn"], values), list(theta)
+    source_base = read_rope_parameters(model.values)["rope_theta"]
+    pairs = model.geometry.rotary_dims // 2
+    stored = spec.rope_dim // 2
+    count = len(theta)
+    fits = []
+    for step in range(1, max(1, (pairs - 1) // max(1, count - 1)) + 1):
+        base = source_base ** (step * count / pairs)
+        plain = [base ** (-index / stored) for index in range(stored)]
+        used = plain[:: stored // count]
+        factor = max(1.0, *(before / after for before, after in zip(used, theta, strict=True)))
+        # The product is the context that vLLM serves, the quotient what transformers expects.
+        context = max(1, round(positions / factor))
+        values = {"base": base, "context": context}
+        table = {**_evaluate_all(_CLASSES["yarn"], values), "factor": positions / context}
+        for first, last in combinations(range(2 * stored), 2):
+            # Turns within the context between two pairs, which readers round to these.
+            for key, pair in (("beta_fast", first + 0.25), ("beta_slow", last - 0.25)):
+                table[key] = context / (2 * math.pi) * base ** (-pair / stored)
+            scaled = scale_frequencies_yarn(table, plain, positions)[0][:: stored // count]
+            differences = zip(scaled, theta, strict=True)
+            error = sum(math.log1p(abs(a - b) * positions) for a, b in differences)
+            fits.append((error, {**table}, scaled))
+    _, table, scaled = min(fits, key=lambda fit: fit[0])
+    return table, scaled
 
 
 def build_longrope_parameters(theta: Sequence[float], positions: int) -> dict[str, Any]:
@@ -191,7 +241,9 @@ class MlaCheckpoint(OutputCheckpoint):
             module = self.model.family.attention.format_module_name(layer)
             shapes = list_attention_shapes(self.model, self.spec, module)
             return encode_custom_mla(weights, shapes, self.spec)
-        tensors = encode_stock_mla(weights, layer, self.spec)
+        engine = self.spec.layout == "engine"
+        factor = self.config["rope_parameters"]["factor"] if engine else 1.0
+        tensors = encode_stock_mla(weights, layer, self.spec, factor)
         for fused in self.model.names_by_role.get(("gate_up", layer), ()):
             halves = self.checkpoint.read_tensor(fused).chunk(2)
             for role, half in zip(("gate", "up"), halves, strict=True):

@@ -171,7 +171,10 @@ def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False
     )
     if spec.layout == "engine":
         for feature in _list_unsupported_features(model, "engine"):
-            problems.append(f"--layout engine: engines misread {feature}; use --layout free")
+            problems.append(
+                f"--layout engine: engines misread {feature}; use --layout free (transformers,"
+                " vLLM's Transformers backend) or --to gqa (all engines of the source)"
+            )
     return [*problems, *_list_size_problems(model, spec, allow_growth)]
 
 

@@ -91,6 +91,38 @@ def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
     precision.assert_same_function(stock_model(out), stock_model(source), of_tokens)
 
 
+def test_layout_engine_is_exact_where_yarn_holds_the_frequencies(tmp_path, subtests):
+    """One key head keeps every rotary pair, and the latent the whole input. The blends of both
+    types begin and end at pairs; YaRN scales queries and keys too.
+    """
+    scaled = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    blend = {"low_freq_factor": 1.0, "high_freq_factor": 1.01}
+    tokens = random_tokens(1, 256)
+    for kind, table in (("yarn", {}), ("llama3", blend)):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=2048,
+            hidden_size=WIDTH,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+            rms_norm_eps=1e-12,
+            rope_parameters={"rope_type": kind, **scaled, **table},
+        )
+        source = save(tmp_path / kind, LlamaForCausalLM(config))
+        out = tmp_path / f"{kind}-mla"
+        latent = {"to": "mla", "kv_rank": WIDTH, "rope_dim": 16, "layout": "engine"}
+        run_conversion(source, out, **latent, **TEXT, allow_growth=True)
+        with subtests.test(kind):
+            assert stock_model(out).config.rope_parameters["factor"] == 4.0
+            precision.assert_same_function(
+                stock_model(out), stock_model(source), lambda model: model(tokens).logits
+            )
+
+
 # Finite weights at the ends of what numbers hold: the result is finite, and exact where the source
 # is.
 

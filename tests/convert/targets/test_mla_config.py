@@ -6,12 +6,15 @@ import pytest
 from helpers.cases import read_cases
 from tiny_models import SIZES
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.families.model import make_model
+from kvfold.convert.families.rotary import compute_frequencies
 from kvfold.convert.targets.mla.layout import (
     build_longrope_parameters,
     build_mla_config,
     find_rope_base,
+    fit_yarn_parameters,
 )
 from kvfold.convert.targets.mla.spec import MlaSpec, list_mla_problems
 
@@ -118,6 +121,39 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
             1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])
         ]
         assert inverse == pytest.approx(other, rel=1e-12)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("table", "inexact", "far"),
+    [
+        # Only the pairs in the blend differ, and none by the factor 8 of plain RoPE.
+        ({**LLAMA3, "original_max_position_embeddings": 8192}, {15, 16, 17}, 1.6),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, {}, 1.05),
+        ({"rope_type": "linear", "factor": 4.0}, {0}, 4.01),
+    ],
+    ids=["llama3", "yarn", "linear"],
+)
+def test_layout_engine_has_the_nearest_frequencies_that_every_engine_computes(table, inexact, far):
+    """Of Llama-3.1's 64 pairs, every second one in 64 dims."""
+    rope = {"rope_theta": 500000.0, **table}
+    sizes = {"head_dim": 128, "max_position_embeddings": 131072}
+    model = make_model(config_of("llama", **sizes, rope_parameters=rope))
+    spec = MlaSpec(16, 64, layout="engine")
+    wanted = compute_frequencies(model.values, None)[0][::2]
+    written, cached = fit_yarn_parameters(model, spec, wanted)
+    ratios = [max(a / b, b / a) for a, b in zip(wanted, cached, strict=True)]
+    different = {index for index, ratio in enumerate(ratios) if ratio > 1 + 1e-6}
+    assert inexact == {} or different == inexact
+    assert max(ratios) < far
+    # The stock class reads them so, and vLLM takes the product for the longest context.
+    config = AutoConfig.for_model(**build_mla_config(model, spec, cached, dtype="float32"))
+    theta, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config)
+    assert theta.tolist() == pytest.approx(cached, rel=1e-6)
+    assert amplitude == 1.0
+    assert written["factor"] * written["original_max_position_embeddings"] == 131072
 
 
 @pytest.mark.parametrize(("rank", "rope", "dim", "heads"), CASES["heads"])

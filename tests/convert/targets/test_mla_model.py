@@ -36,9 +36,9 @@ class LatentAttention(nn.Module):
         return attend_latent(self.latent, hidden_states, self.normed), None
 
 
-def random_latent(size, target, seed=0, inner=None):
+def random_latent(size, target, seed=0, inner=None, scaled=False):
     """Weights for inputs of about one, with all biases that the layout has a place for; latents of
-    unit energy.
+    unit energy. ``scaled`` divides low frequencies by 4.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,8 +51,10 @@ def random_latent(size, target, seed=0, inner=None):
     rank = target.data_channels
     rope = target.count_used_rope_dims(8)
     free = target.has_constant_channel
-    # Layout engine spells plain frequencies; layout free any.
+    # Layout engine has plain frequencies and those of YaRN; layout free any.
     theta = [10000.0 ** (-2 * i / rope) if not free else 1 / (1 + 3 * i) for i in range(rope // 2)]
+    if scaled:
+        theta[2:] = [angle / 4 for angle in theta[2:]]
     latent = LatentWeights(
         down=rand(rank, width) / math.sqrt(rank),
         rope_key=rand(rope, width) * 2,
@@ -85,7 +87,7 @@ def written(tiny_family, tmp_path):
     formula's logits.
     """
 
-    def make(target, family="llama"):
+    def make(target, family="llama", factor=1.0):
         changes = {"mlp_bias": False, "attention_bias": False} if family == "llama" else {}
         source = tiny_family(family, num_key_value_heads=2, tie_word_embeddings=True, **changes)
         bound = read_model(source)
@@ -100,9 +102,9 @@ def written(tiny_family, tmp_path):
             if of is not None:
                 made[name] = stored[of].clone()
         for index, layer in enumerate(model.model.layers):
-            latent = random_latent(bound.geometry, target, index, inner)
+            latent = random_latent(bound.geometry, target, index, inner, factor > 1)
             layer.self_attn = LatentAttention(latent, normed=not target.has_constant_channel)
-            tensors_of_layer = encode_stock_mla(latent, index, target)
+            tensors_of_layer = encode_stock_mla(latent, index, target, factor)
             made |= {name: value.float() for name, value in tensors_of_layer.items()}
         save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
         config = build_mla_config(bound, target, latent.theta.tolist(), dtype="float32")
@@ -124,17 +126,20 @@ def small_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target", "family"),
+    ("target", "family", "factor"),
     [
-        (MlaSpec(9, 6), "llama"),
-        (MlaSpec(16, 64), "llama"),  # a size of the small kernels
-        (MlaSpec(9, 8, layout="engine"), "llama"),
-        (MlaSpec(9, 6), "qwen2"),  # whose query bias needs a query latent
+        (MlaSpec(9, 6), "llama", 1.0),
+        (MlaSpec(16, 64), "llama", 1.0),  # a size of the small kernels
+        (MlaSpec(9, 8, layout="engine"), "llama", 1.0),
+        (MlaSpec(9, 8, layout="engine"), "llama", 4.0),
+        (MlaSpec(9, 6), "qwen2", 1.0),  # whose query bias needs a query latent
     ],
     ids=str,
 )
-def test_the_stock_class_computes_what_latent_weights_say(target, family, written, small_kernels):
-    latent, loaded, expected = written(target, family)
+def test_the_stock_class_computes_what_latent_weights_say(
+    target, family, factor, written, small_kernels
+):
+    latent, loaded, expected = written(target, family, factor)
     assert (logits(loaded) - expected).abs().max() < precision.CONVERTED
     assert loaded.config.q_lora_rank == (65 if family == "qwen2" else None)
     rotary = loaded.model.rotary_emb  # after a pass, which may swap short for long factors
@@ -142,19 +147,20 @@ def test_the_stock_class_computes_what_latent_weights_say(target, family, writte
     assert rotary.attention_scaling == 1.0
     if target.layout == "engine":
         rope = loaded.config.rope_parameters
-        assert (rope["rope_type"], rope["factor"]) == ("yarn", 1.0)
+        assert (rope["rope_type"], rope["factor"]) == ("yarn", factor)
         assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
     elif target.has_kernels:
         # vLLM's Transformers backend takes it for the size of the cache
         assert loaded.config.head_dim == 80
 
 
-def test_padded_heads_change_nothing(written, small_kernels):
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_padded_heads_change_nothing(factor, written, small_kernels):
     """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and
     128.
     """
     target = MlaSpec(16, 64, "engine")
-    latent, loaded, expected = written(target)
+    latent, loaded, expected = written(target, factor=factor)
     sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
     assert sizes == (64, 64, 128)
     assert latent.rope_dim == 8
