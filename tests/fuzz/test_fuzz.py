@@ -16,6 +16,7 @@ import pytest
 import tiny_models
 from fuzz.strategies import (
     NAMES,
+    TABLES,
     TEMPLATES,
     broken_bytes,
     edited_json,
@@ -232,13 +233,7 @@ def test_damaged_files_of_a_killed_run(seeds, tmp_path_factory, data, name):
     assert sorted(path.name for path in case.iterdir()) == ["log", "out"]
 
 
-ENTRIES = {
-    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
-    "c": {"dtype": "I64", "shape": [], "data_offsets": [32, 40]},
-    "__metadata__": {"format": "pt"},
-}
-HEADER = json.dumps(ENTRIES).encode()
+HEADER = json.dumps(TABLES["header"]).encode()
 
 
 @settings(FUZZ, max_examples=10 * COUNT)

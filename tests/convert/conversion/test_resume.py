@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import forked
-from helpers.cases import mostly_slow
+from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import run_conversion
 
 from kvfold.convert import InputError
@@ -23,11 +23,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.training.polish import PolishTask
 from kvfold.convert.walk import walk
 
-OPTIONS = {
-    "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
-    "mla": {"to": "mla", "kv_rank": 24, "rope_dim": 4},
-    "self": {"to": "mqa", "group": "contiguous", "calibration": "self"},
-}
+CASES = read_cases(__file__)
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def child(tmp_path_factory):
 def request_of(tiny_reader, tmp_path):
     """``request_of("mqa")``: options of a run of some seconds that writes ``tmp_path / "out"``."""
     fixed = {"model": tiny_reader, "out": tmp_path / "out", "samples": 4, "seq_len": 24}
-    return lambda name, **options: {**fixed, **OPTIONS[name], **options}
+    return lambda name, **options: {**fixed, **CASES["options"][name], **options}
 
 
 @contextmanager
@@ -79,22 +75,15 @@ def fail_at_the_end():
             yield patch
 
 
-KILLS = {
-    "mqa": [(1, ["layer 0"]), (2, ["layer 1"])],  # the last one while copying the rest
-    "mla": [(1, ["layer 0"])],
-    "self": [(1, ["layer 0"])],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(OPTIONS, 3))
+@pytest.mark.parametrize("name", mostly_slow(CASES["options"], 3))
 def test_a_killed_run_goes_on_at_its_last_finished_layer(
     tmp_path, tmp_path_factory, request_of, child, name
 ):
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
     run_conversion(**options | {"out": unbroken})
-    for count, made in KILLS[name]:
+    for count, made in CASES["kills"][name]:
         killed = child(options, count)
         assert killed.status == -signal.SIGKILL, killed.stderr
         assert killed.stdout.splitlines() == made

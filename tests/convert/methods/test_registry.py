@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases import read_cases
 from helpers.checkpoints import read_json, run_conversion, tensors
 from helpers.processes import run_kvfold
 
@@ -95,24 +96,7 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"method": "no_such_file:toy"},
-            "--method no_such_file:toy: cannot import module 'no_such_file'",
-        ),
-        (
-            {"method": "toy_method:loudly"},
-            r"is not available with --to mqa; use one of .*did you mean loudest",
-        ),
-        (
-            {"objective": "score"},
-            r"--objective score is not available; use one of scores .did you mean scores",
-        ),
-        ({"objective": "scores", "method": "mean"}, "--objective needs text, but --method mean"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), read_cases(__file__))
 def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ConvertRequest("MODEL", "OUT", **{"to": "mqa", **options})
