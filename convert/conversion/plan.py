@@ -28,7 +28,7 @@ from kvfold.convert.errors import InputError, list_some, option_error
 from kvfold.convert.families.model import Model, ModelSizes, make_model
 from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.families.stored_tensors import list_unused_tensors, match_stored_tensors
-from kvfold.convert.methods.registry import Method, find_method_without_text
+from kvfold.convert.methods.registry import Method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.custom_code import get_source_type, needs_custom_code, plan_custom_fold
 from kvfold.convert.targets.engines import (
@@ -130,8 +130,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     model.check_config_values()
     if request.method is None and (request.kv_heads or 0) > model.geometry.kv_heads:
         request = replace(request, method="repeat")
-    positions = model.geometry.positions
     if request.context is not None:
+        positions = model.geometry.positions
         if request.context > positions:
             raise option_error(
                 "context", request.context, f"must be at most the source's, {positions} tokens"
@@ -235,8 +235,7 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             "method",
             request.resolved_method,
             f"does not support {model.family.model_type}, which normalizes queries and keys after"
-            f" their rotary embedding; use --method {find_method_without_text(request.to)} with"
-            " --refine auto",
+            " their rotary embedding; use --method mean with --refine auto",
         )
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     if (kv_heads > model.geometry.kv_heads) != (request.resolved_method == "repeat"):

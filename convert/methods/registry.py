@@ -214,11 +214,6 @@ def list_objectives() -> tuple[str, ...]:
     return tuple(_objectives)
 
 
-def find_method_without_text(target: str) -> str:
-    """Return the name of the first method for ``target`` that reads no calibration text."""
-    return next(name for name in list_methods(target) if not _methods[target, name].reads_text)
-
-
 def find_method(name: str, target: str) -> Method:
     """Return the method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if
     ``target`` has no such method.
