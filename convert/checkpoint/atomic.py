@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.checkpoint.digests import read_hashes
-from kvfold.convert.checkpoint.files import RECORD, list_files
+from kvfold.convert.checkpoint.files import RECORD, STEP, list_files
 from kvfold.convert.checkpoint.opening import resolve_local_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
@@ -343,9 +343,9 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
 def write_bytes_at(file: int, data: memoryview, position: int) -> None:
     """Write all bytes of ``data`` to the open ``file``, beginning at byte ``position``."""
     while data:
-        # A call takes at most 2 GiB. It may write less than it was given, and only the next one
-        # tells that the disk is full.
-        count = os.pwrite(file, data[: 1 << 30], position)
+        # A call may write less than it was given, and only the next one tells that the disk is
+        # full.
+        count = os.pwrite(file, data[:STEP], position)
         data = data[count:]
         position += count
 

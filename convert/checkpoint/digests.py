@@ -20,18 +20,18 @@ from kvfold.convert.checkpoint.files import (
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import read_header_end
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, shorten_repr
 
 _HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
 
 
-def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
-    """Return the SHA-256 of the file ``path``, or of its bytes from ``start`` to ``end``, as hex
-    digits. Raises InputError if the file ends before ``end``.
+def hash_file(path: Path, end: int | None = None) -> str:
+    """Return the SHA-256 of the file ``path``, or of its bytes before ``end``, as hex digits.
+    Raises InputError if the file ends before ``end``.
     """
     digest = hashlib.sha256()
-    for step in read_in_steps(path, start, path.stat().st_size if end is None else end):
+    for step in read_in_steps(path, 0, path.stat().st_size if end is None else end):
         digest.update(step)
     return digest.hexdigest()
 
@@ -51,13 +51,13 @@ def fingerprint_files(paths: Iterable[Path]) -> list[list[Any]]:
     ]
 
 
-def add_hashes(record: dict[str, Any], folder: Path, known: Mapping[str, str]) -> None:
-    """Add the SHA-256 hashes of all files and tensors in ``folder`` to ``record``, the content of
-    its ``kvfold.json``. ``known`` maps tensor names to hashes that need not be computed again.
+def add_hashes(record: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Add the SHA-256 hashes of all files and tensors of ``checkpoint`` to ``record``, the content
+    of its ``kvfold.json``. Tensors that were read since it was opened are not read again, nor those
+    whose ``digests`` are known.
     """
-    checkpoint = open_checkpoint(folder)
-    checkpoint.digests.update(known)
     checkpoint.compute_model_digest()
+    folder = checkpoint.folder
     tensors = record.setdefault("tensors", {})
     for name, digest in checkpoint.digests.items():
         tensors.setdefault(name, {})["sha256"] = digest
@@ -123,7 +123,7 @@ def _hash_checkpoint_file(path: Path) -> str:
     end = path.stat().st_size
     if path.suffix == ".safetensors":
         end = min(read_header_end(path), end)
-    return hash_file(path, 0, end)
+    return hash_file(path, end)
 
 
 def _list_hashed_files(folder: Path) -> list[str]:

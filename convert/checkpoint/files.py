@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ _LARGEST_NUMBERS: dict[str, int] = _FILES["largest_numbers"]
 _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
 _LFS_POINTER = b"version https://git-lfs"
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
-# Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
-# later, so that a copy beside it in smaller steps mostly waits for the lock.
-STEP = 4 << 20
+# Bytes read or written at once, as few as `cp` has: they stay in the processor's cache. For larger
+# writes the kernel gathers large pages: 2 GB in steps of 4 MiB took five times the CPU seconds.
+STEP = 256 << 10
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 # transformers looks a dtype up among all names of torch, which also has classes and functions
@@ -59,25 +59,18 @@ _DTYPE_NAME = re.compile(r"(torch\.)?(auto|half|double|b?float(\d+(_e\d+m\d+\w*)
 # Safe reading
 
 
-def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
-    """Fill ``buffer`` with the bytes of the file ``path``, beginning at byte ``start``. Raises
-    InputError if ``path`` is not a regular file, is too short or cannot be read.
+@contextmanager
+def _open_to_read(path: Path) -> Iterator[int]:
+    """Yield the descriptor of the file ``path``. Raises InputError if it is not a regular file, or
+    cannot be read in the with-block.
     """
-    end = start + len(buffer)
     try:
         # a pipe would block until somebody writes into it, and a device may never end
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise InputError(f"{path} is not a regular file; replace it with one")
-            while buffer:
-                count = os.preadv(file, [buffer[: 1 << 30]], start)  # one call reads at most 2 GiB
-                if count == 0:
-                    raise InputError(
-                        f"{path} ends before byte {end}: it changed while kvfold read it; run again"
-                    )
-                buffer = buffer[count:]
-                start += count
+            yield file
         finally:
             os.close(file)
     except OSError as error:
@@ -85,16 +78,40 @@ def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
         raise InputError(f"{path} cannot be read ({error.strerror}); {advice}") from None
 
 
+def _fill_buffer(buffer: memoryview, file: int, path: Path, start: int) -> None:
+    """Fill ``buffer`` with the bytes of the open ``file`` at ``path``, beginning at byte ``start``.
+    Raises InputError if the file is too short.
+    """
+    end = start + len(buffer)
+    while buffer:
+        count = os.preadv(file, [buffer[: 1 << 30]], start)  # one call reads at most 2 GiB
+        if count == 0:
+            raise InputError(
+                f"{path} ends before byte {end}: it changed while kvfold read it; run again"
+            )
+        buffer = buffer[count:]
+        start += count
+
+
+def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
+    """Fill ``buffer`` with the bytes of the file ``path``, beginning at byte ``start``. Raises
+    InputError if ``path`` is not a regular file, is too short or cannot be read.
+    """
+    with _open_to_read(path) as file:
+        _fill_buffer(buffer, file, path, start)
+
+
 def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
-    """Yield the bytes ``start`` to ``end`` of a file, at most 4 MiB at a time. Every step reuses
-    the same buffer, so use each one before taking the next. Raises InputError if the file cannot be
+    """Yield the bytes ``start`` to ``end`` of a file, `STEP` bytes at a time. Every step reuses the
+    same buffer, so use each one before taking the next. Raises InputError if the file cannot be
     read.
     """
     buffer = memoryview(bytearray(min(STEP, end - start)))
-    for position in range(start, end, STEP):
-        step = buffer[: end - position]
-        read_into_buffer(step, path, position)
-        yield step
+    with _open_to_read(path) as file:
+        for position in range(start, end, STEP):
+            step = buffer[: end - position]
+            _fill_buffer(step, file, path, position)
+            yield step
 
 
 def read_bytes(path: Path, length: int | None = None) -> bytes:

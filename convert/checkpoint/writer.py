@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint.atomic import open_file, sync_path, write_bytes_at, write_small_file
-from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.files import INDEX, SINGLE
 from kvfold.convert.checkpoint.headers import DTYPES, count_tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -33,6 +33,9 @@ _ALIGNMENT = 8
 _ENTRY_BYTES = 200
 # Threads that copy and hash: one of them waits for the disk while the other one hashes
 _THREADS = 2
+# Seconds after which a thread that imports torch gives the interpreter's lock to those that copy.
+# Python's 5 ms are many times what they need for a step.
+_SWITCH_INTERVAL = 0.0005
 
 # The unsigned integers of a float's size, and the bits of its infinity, above which is only NaN
 _INFINITY = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F800000)}
@@ -278,6 +281,8 @@ class ShardWriter:
         rest.sort(key=lambda location: [order[name] for name in location.tensor.sources])
         if legacy:
             yield
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         # copying waits for the disk, computing for the processor: together they take little longer
         # than the slower one
         with ThreadPoolExecutor(1 if legacy else _THREADS, "kvfold-copy") as pool:
@@ -295,6 +300,8 @@ class ShardWriter:
                 self._stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+            finally:
+                sys.setswitchinterval(interval)
 
     def _copy_tensor(
         self, location: TensorLocation, checkpoint: Checkpoint, progress: Callable[[int], object]
@@ -305,28 +312,29 @@ class ShardWriter:
         tensor = location.tensor
         digest = hashlib.sha256()
         position = location.start
+        steps = (
+            step for name in tensor.sources for step in checkpoint.read_bytes_as(name, tensor.dtype)
+        )
         with open_file(location.file, os.O_RDWR) as file:
-            for name in tensor.sources:
-                for data in checkpoint.read_bytes_as(name, tensor.dtype):
-                    if self._stopped.is_set():
-                        return
-                    write_bytes_at(file, data, position)
-                    digest.update(data)
-                    if has_non_finite(data, tensor.dtype):
-                        self.non_finite.add(tensor.name)
-                    position += len(data)
-                    progress(len(data))
-        self.digests[tensor.name] = digest.hexdigest()
-        if not tensor.sources:  # the file is zero where nothing was written
-            self.digests[tensor.name] = hash_file(location.file, location.start, location.end)
-            progress(tensor.nbytes)
-        elif position != location.end:
+            for data in steps if tensor.sources else [memoryview(bytes(tensor.nbytes))]:
+                if self._stopped.is_set():
+                    return
+                digest.update(data)
+                write_bytes_at(file, data, position)
+                if has_non_finite(data, tensor.dtype):
+                    self.non_finite.add(tensor.name)
+                position += len(data)
+                progress(len(data))
+        if position != location.end:
             raise KvfoldError(
                 f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"
                 f" {position - location.start} bytes; please report it"
             )
-        elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
-            checkpoint.digests[checkpoint.tensors[name].name] = digest.hexdigest()
+        self.digests[tensor.name] = digest.hexdigest()
+        # One hash serves the records of both, unless bytes were cast or joined.
+        source = checkpoint.tensors.get(str(tensor.source))
+        if source is not None and source.dtype == tensor.dtype:
+            checkpoint.digests[source.name] = self.digests[tensor.name]
         self.written.add(tensor.name)
 
     def sync(self) -> None:

@@ -4,7 +4,6 @@ and measure the converted checkpoint by both.
 
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvfold.attention.drift.metrics import replace_non_finite
 from kvfold.attention.drift.report import DriftReport, format_dtype, make_drift_report
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
-from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
@@ -168,9 +167,9 @@ def _write_sequences(
 
 @torch.no_grad()
 def measure_checkpoint(
-    folder: Path, calibration: Calibration, stages: ProgressStages
+    checkpoint: Checkpoint, calibration: Calibration, stages: ProgressStages
 ) -> DriftReport:
-    """Measure the converted checkpoint in ``folder`` against the source on held-out text: KL
+    """Measure the converted ``checkpoint`` against the source on held-out text: KL
     divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
     position. The stage ``measure`` counts the layers of each comparison.
 
@@ -181,10 +180,7 @@ def measure_checkpoint(
     tokens = calibration.tokens
     length = tokens.held_out.shape[1]
     passes = 4 if len(tokens.long) else 2  # the models, the rounding floor; each on long sequences
-    with (
-        closing(open_checkpoint(folder)) as checkpoint,
-        stages("measure", passes * source.layers, "layer") as advance,
-    ):
+    with stages("measure", passes * source.layers, "layer") as advance:
         progress = partial(advance, 1)
         student = CheckpointStream(
             checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device

@@ -140,8 +140,10 @@ def check_memory(plan: Plan) -> None:
     calibration tokens, or an option that loads the whole model at once.
     """
     request = plan.request
+    if not request.calibrated:
+        return  # what is free is found with torch, which is imported once bytes are copied
     free_memory = get_free_memory_bytes(plan)
-    if free_memory is None or not request.calibrated:
+    if free_memory is None:
         return
     causes = {
         "samples": (

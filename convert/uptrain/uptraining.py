@@ -331,7 +331,9 @@ def _write_checkpoint(
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": get_package_versions()}
-        add_hashes(record, folder, writer.digests)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.digests.update(writer.digests)
+        add_hashes(record, checkpoint)
         write_small_file(folder / RECORD, format_json(to_json_values(record)))
         source.check_unchanged()
 

@@ -74,17 +74,25 @@ for line, heavy in {list(zip(lines, heavy, strict=True))}:
     assert all(text in error for text, error in zip(wrong, errors, strict=True)), errors
 
 
-def test_pooling_heads_imports_no_transformers(tmp_path):
-    """Beside torch, they take as long to import as a gigabyte to copy."""
+def test_pooling_heads_imports_torch_beside_copying_and_no_transformers(tmp_path):
+    """They take as long to import as a gigabyte to copy."""
     paths = [str(demo_folder()), str(tmp_path / "out")]
     line = ["convert", *paths, "--to", "mqa", "--method", "mean", "--quiet"]
     script = f"""
 import atexit, sys
 from kvfold.convert import cli
-atexit.register(lambda: print([name for name in ("torch", "transformers") if name in sys.modules]))
+from kvfold.convert.checkpoint.writer import ShardWriter
+
+def show():
+    print([name for name in ("torch", "transformers") if name in sys.modules])
+
+copy = ShardWriter.copy_source_tensors
+ShardWriter.copy_source_tensors = lambda *arguments: show() or copy(*arguments)
+atexit.register(show)
 cli.main({line})
 """
-    assert run_python("-c", script).stdout.splitlines()[-1] == "['torch']"
+    shown = run_python("-c", script).stdout.splitlines()
+    assert (shown[0], shown[-1]) == ("[]", "['torch']")
 
 
 @pytest.mark.parametrize(
