@@ -5,7 +5,8 @@ can serve. Does not import torch.
 and rows of ``when`` (an expression over the fields of `ServedModel`, see ``families/values.py``),
 ``answer`` and ``note``. The first row that applies counts. The answer is ``ran`` (a run with this
 version compared greedy tokens with those of transformers in float32), ``read`` (the engine serves
-the model according to its sources) or ``no``. `tests/engines` runs them.
+the model according to its sources) or ``no``. ``scaled_rope`` of an engine is its answer in place
+of ``ran`` for layout ``engine`` with YaRN of a factor above 1. `tests/engines` runs them.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import make_older_rope_keys
+from kvfold.convert.families.rotary import make_older_rope_keys, read_rope_parameters
 from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.request import Layout
 from kvfold.convert.targets.custom_code import needs_custom_code
@@ -59,6 +60,7 @@ class ServedModel:
     older_rope: ``rope_theta`` is in config.json for engines that do not read `rope_parameters`
     vocabulary: size of the vocabulary
     experts: a latent model with experts (Mistral4)
+    scaled_rope: layout ``engine`` with YaRN of a factor above 1
     """
 
     kind: Literal["fold", "free", "engine", "own"]
@@ -75,6 +77,7 @@ class ServedModel:
     older_rope: bool = True
     vocabulary: int = 0
     experts: bool = False
+    scaled_rope: bool = False
 
     def count_cache_elements(self) -> int:
         """Return the KV-cache elements per token per layer."""
@@ -130,7 +133,10 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
     result = []
     for name, engine in _ENGINES.items():
         row = next(row for row in engine["answers"] if evaluate_expression(row["when"], scope))
-        serves = row["answer"] != "no"
+        answer = row["answer"]
+        if answer == "ran" and model.scaled_rope:
+            answer = engine.get("scaled_rope", answer)
+        serves = answer != "no"
         result.append(
             EngineSupport(
                 engine=name,
@@ -138,7 +144,7 @@ def list_engine_support(model: ServedModel) -> list[EngineSupport]:
                 serves=serves,
                 cache=cached if serves else None,
                 how=row["note"].format(**scope),
-                ran=row["answer"] == "ran",
+                ran=answer == "ran",
             )
         )
     return result
@@ -179,6 +185,8 @@ def describe_mla_model(model: Model, spec: MlaSpec) -> ServedModel:
         wrapper=model.tower is not None,
         vocabulary=size.vocabulary,
         experts=model.block.sparse,
+        scaled_rope=spec.layout == "engine"
+        and read_rope_parameters(model.values)["rope_type"] != "default",
     )
 
 
@@ -202,6 +210,7 @@ def describe_mla_config(config: Mapping[str, Any]) -> ServedModel:
         vocabulary=config.get("vocab_size", 0),
         older_rope=experts or _has_older_rope(config),
         experts=experts,
+        scaled_rope=(config.get("rope_parameters") or {}).get("factor", 1.0) != 1.0,
     )
 
 

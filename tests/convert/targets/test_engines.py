@@ -56,6 +56,8 @@ def test_who_refuses_which_split_and_layout(changes, split, layout, refused, ran
     found = list_engine_support(result)
     assert {support.cache for support in found if support.serves} == {sum(split)}
     theta = [1e4 ** (-index / 32) for index in range(spec.rope_dim // 2)]
+    if result.scaled_rope:
+        theta = [angle / 4 for angle in theta]
     config = build_mla_config(source, spec, theta, dtype="bfloat16")
     assert list_engine_support(describe_mla_config(config)) == found
 
