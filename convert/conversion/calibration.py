@@ -3,9 +3,10 @@ and measure the converted checkpoint by both.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -26,15 +27,20 @@ from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.formatting import parse_number
 from kvfold.convert.progress import ProgressStages
-from kvfold.convert.request import LONG_LENGTH
+from kvfold.convert.request import LONG_LENGTH, count_held_out
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
-from kvfold.convert.text.windows import CalibrationTokens, load_calibration
+from kvfold.convert.text.windows import LONG_SEQUENCES, CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
 from kvfold.convert.walk.walk import check_finite, choose_sequences_per_chunk, run_all_layers
+
+# Time of comparing two models' logits, relative to that of their products. Chosen, not tuned.
+_LOGITS = 1.35
+# The most of the time of a fit that measuring the loss by position takes.
+_POSITIONS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
             fewer=parse_number(request.polish) is None or request.repeat_text,
             write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
             long_length=min(LONG_LENGTH, plan.geometry.positions),
+            long_count=count_long_sequences(plan),
         )
         for sequences in (tokens.training_sequences, tokens.held_out, tokens.long):
             check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
@@ -92,6 +99,37 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
         text = format_text_name(tokens.source)
         print(f"calibrating on {count} x {length} tokens of {text}", file=sys.stderr)
     return Calibration(open_source_stream(plan, scratch), tokens)
+
+
+def count_long_sequences(plan: Plan) -> int:
+    """Return the number of sequences on which the loss by position is measured: at most four, and
+    so many that they take about a tenth of the time of the fit, but at least one. Equal requests
+    give equal numbers.
+    """
+    request = plan.request
+    if not request.positions:
+        return 0
+    shapes = (tensor.shape for tensor in plan.model.tensors.values())
+    # Passes of both models and their logits; a fit takes at least as long as its passes do.
+    share = 1 + measure_logits_share(shapes, plan.geometry.vocabulary)
+    sequences = request.samples + count_held_out(request.samples)
+    fit = 2 * sequences * request.calibration_length
+    cost = min(LONG_LENGTH, plan.geometry.positions) * share
+    return max(1, min(LONG_SEQUENCES, int(_POSITIONS_SHARE * fit / cost)))
+
+
+def measure_logits_share(shapes: Iterable[Sequence[int]], vocabulary: int) -> float:
+    """Return how many times as long as all layers of two models the comparison of their logits
+    takes, from the ``shapes`` of one model's tensors.
+    """
+    inside = 1
+    head = 0
+    for shape in shapes:
+        if vocabulary in shape:
+            head = max(head, prod(shape))
+        else:
+            inside += prod(shape)
+    return _LOGITS * head / inside
 
 
 def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
@@ -171,7 +209,8 @@ def measure_checkpoint(
 ) -> DriftReport:
     """Measure the converted ``checkpoint`` against the source on held-out text: KL
     divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
-    position. The stage ``measure`` counts the layers of each comparison.
+    position. The stage ``measure`` counts the layers of each comparison; the stage ``positions``
+    counts tokens in each layer, and in the logits as many times as they take the time of a layer.
 
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
@@ -179,34 +218,42 @@ def measure_checkpoint(
     source = calibration.source
     tokens = calibration.tokens
     length = tokens.held_out.shape[1]
-    passes = 4 if len(tokens.long) else 2  # the models, the rounding floor; each on long sequences
-    with stages("measure", passes * source.layers, "layer") as advance:
+    student = CheckpointStream(
+        checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
+    )
+    # The layers of the models, and those of the rounding floor.
+    with stages("measure", 2 * source.layers, "layer") as advance:
         progress = partial(advance, 1)
-        student = CheckpointStream(
-            checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
-        )
-        measured = compare_models(
-            source,
-            student,
-            tokens.held_out,
-            choose_sequences_per_chunk(source.device, length),
-            progress,
-        )
+        size = choose_sequences_per_chunk(source.device, length)
+        measured = compare_models(source, student, tokens.held_out, size, progress)
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         report = make_drift_report(measured, source, student, tokens.held_out, progress=progress)
-        if not len(tokens.long):
-            return report
+    count, length = tokens.long.shape
+    if not count:
+        return report
+    shapes = (weight.shape for weight in source.weights.expected.values())
+    logits = max(1, round(2 * source.layers * measure_logits_share(shapes, source.vocabulary)))
+    total = count * length * 2 * source.layers + count * (length - 1) * logits
+    if not stages.quiet and stages.progress is None:
+        print(f"measuring the loss by position on {count} x {length} tokens", file=sys.stderr)
+    with stages("positions", total, "token") as advance:
+        progress = partial(advance, count * length)
         try:
             expected = run_all_layers(source, tokens.long, progress)
             actual = run_all_layers(student, tokens.long, progress)
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
-            print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)
+            print(f"the loss by position ends at {report.length} tokens: {error}", file=sys.stderr)
             return report
-        chunks = torch.split(
-            tokens.long, choose_sequences_per_chunk(source.device, tokens.long.shape[1])
-        )
-        stretches = compare_predictions(source, student, expected, actual, chunks).stretches
+        chunks = torch.split(tokens.long, choose_sequences_per_chunk(source.device, length))
+        stretches = compare_predictions(
+            source,
+            student,
+            expected,
+            actual,
+            chunks,
+            lambda compared: advance(compared * logits),
+        ).stretches
     return replace(report, stretches=stretches)
 
 

@@ -103,7 +103,7 @@ def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict
         seconds["polish"] = (
             steps * count_step_tokens(length) * step_cost + (steps / POLISH_ROUND + 1) * evaluation
         )
-    seconds["measure"] = (held_out + tokens.long.numel()) * (
-        layers * (both + student) + _LOGITS * head
-    )
+    compared = layers * both + _LOGITS * head
+    seconds["measure"] = held_out * (compared + layers * student)
+    seconds["positions"] = tokens.long.numel() * compared
     return seconds

@@ -21,7 +21,7 @@ from kvfold.convert.text.tokenizer import find_prefix_tokens, tokenize_documents
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
 # Chosen: as many held-out tokens as of shorter sequences by default, 4 x 2048 and 16 x 512.
-_LONG_SEQUENCES = 4
+LONG_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,15 @@ def load_calibration(
     fewer: bool = True,
     write: Callable[[int], Tensor] | None = None,
     long_length: int = 0,
+    long_count: int = LONG_SEQUENCES,
 ) -> CalibrationTokens:
     """The token sequences of a conversion: ``samples`` of ``seq_len`` tokens for calibration, and
     ``count_held_out(samples)`` for measurements.
 
     ``further`` additional sequences are drawn; with ``fewer``, as many of them as the text contains
-    that was read for the others. If ``long_length`` exceeds ``seq_len``, four more sequences of so
-    many tokens are drawn from text that the model did not write, or none if it is too short.
+    that was read for the others. If ``long_length`` exceeds ``seq_len``, ``long_count`` more
+    sequences of so many tokens are drawn from text that the model did not write, or none if it is
+    too short.
 
     ``texts`` are names of calibration texts (None: the one that ships with kvfold) and their shares
     in each set, as from `choose_calibration_texts`; the sequences of several texts are shuffled.
@@ -81,7 +83,7 @@ def load_calibration(
     """
     weights = [weight for _, weight in texts]
     read_weights = [weight * (name != SELF) for name, weight in texts]
-    long_count = _LONG_SEQUENCES if long_length > seq_len and any(read_weights) else 0
+    long_count *= long_length > seq_len and any(read_weights)
     sizes = (samples, count_held_out(samples), further)
     counts = [divide_by_shares(size, weights) for size in sizes]
     long_counts = divide_by_shares(long_count, read_weights)

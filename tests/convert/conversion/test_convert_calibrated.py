@@ -11,6 +11,7 @@ from helpers.checkpoints import assert_same_tensors, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.conversion import splits
+from kvfold.convert.conversion.calibration import count_long_sequences
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import (
@@ -56,7 +57,7 @@ def test_principal_loses_a_fraction_of_what_methods_without_text_lose(tmp_path, 
 def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokens = load_calibration(
-        [(None, 1.0)], tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512
+        [(None, 1.0)], tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512, long_count=1
     ).long
     models = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -68,8 +69,8 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
     for each in stretches:
         part = slice(each["start"] - 1, each["end"] - 1)
         assert each["excess"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
-        assert each["sequences"] == 4
-    assert "By position, on 4 x 512 tokens:" in (folded / "README.md").read_text()
+        assert each["sequences"] == 1  # of a fit of seconds
+    assert "By position, on 1 x 512 tokens:" in (folded / "README.md").read_text()
 
 
 def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
@@ -85,6 +86,29 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
     assert math.isfinite(done.drift.stretches[-1].excess)
     assert "the loss by position ends at 64 tokens: calibration text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "samples", "expected"),
+    [(1024, 128, 4), (1024, 64, 3), (262_144, 128, 3), (262_144, 8, 1)],
+)
+def test_fewer_sequences_are_measured_by_position_where_they_cost_more(
+    vocabulary, samples, expected
+):
+    width = 896
+    shapes = [(vocabulary, width), *[(width, width)] * 24 * 4, *[(width, 4864)] * 24 * 3]
+    tensors = {str(i): Mock(shape=shape) for i, shape in enumerate(shapes)}
+    plan = Mock(
+        request=Mock(positions=True, samples=samples, calibration_length=512),
+        geometry=Mock(vocabulary=vocabulary, positions=32768),
+        model=Mock(tensors=tensors),
+    )
+    assert count_long_sequences(plan) == expected
+
+
+def test_no_positions_skips_their_sequences(tmp_path):
+    done = convert(tmp_path / "out", to="mqa", positions=False)
+    assert done.drift.stretches[-1].end == QUICK["seq_len"]
 
 
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
@@ -136,6 +160,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
         "write",
         "convert",
         "measure",
+        "positions",
     ]
     assert [step[1:] for step in steps if step[0] == "splits"] == [(done, 3) for done in range(4)]
 
