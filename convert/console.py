@@ -2,6 +2,7 @@
 by options.
 """
 
+import errno
 import functools
 import gc
 import json
@@ -235,7 +236,9 @@ def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
         f"unexpected {type(error).__name__}: {summarize_error(error)} (set KVFOLD_TRACEBACK=1 to"
         " see the traceback, and please report it)"
     )
-    return escape_text("; ".join(filter(None, [message, _join_notes(error)]))), 1
+    wrong_name = getattr(error, "errno", None) == errno.ENAMETOOLONG
+    status = 2 if wrong_name else 1
+    return escape_text("; ".join(filter(None, [message, _join_notes(error)]))), status
 
 
 def _join_notes(error: BaseException) -> str:

@@ -37,7 +37,8 @@ CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
 QUANTIZATION_KEYS = "quantization_config", "compression_config"
 # The way out of every quantization
 DEQUANTIZE = (
-    "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
+    "use the unquantized checkpoint, or dequantize the model first, with the library that quantized"
+    " it or with from_pretrained and save_pretrained of transformers"
 )
 # The largest numbers in a config, by the names of their keys. Twice the layers of the deepest
 # published model, and more experts and labels than any has: they are built or listed one by one, so
@@ -214,8 +215,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise InputError(
-            f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it (a LoRA"
-            " adapter or a GGUF file must be converted first, as docs/questions.md shows)"
+            f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it (merge a"
+            " LoRA adapter first, and load a GGUF file by from_pretrained(.., gguf_file=..))"
         )
     data = read_checkpoint_file(folder, CONFIG)
     config = parse_json_object(path, data)
@@ -331,7 +332,7 @@ def find_weight_file(names: Collection[str], where: object) -> str:
     raise InputError(
         f"{where} has {', '.join(other_weights[:5]) or 'no weights'}, but weights must be in"
         f" {SINGLE}, {INDEX} or {LEGACY_SINGLE}; save the model with save_pretrained"
-        " (docs/questions.md shows how for GGUF)"
+        " (load a GGUF file by from_pretrained(.., gguf_file=..))"
     )
 
 

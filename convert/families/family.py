@@ -66,9 +66,7 @@ _WRAPPED_NAMES = WrapperPrefixes(
 )  # as transformers 5 writes them
 _OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
 _IDEFICS_NAMES = WrapperPrefixes("model.text_model.", "lm_head.")
-_SEE_SUPPORTED_MODELS = (
-    "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
-)
+_SEE_SUPPORTED_MODELS = "choose a model with a plain KV cache, such as Llama, Qwen or Mistral"
 
 
 def find_text_type(config: Mapping[str, Any]) -> str | None:

@@ -45,8 +45,8 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         missing = [name for name in packages if not list(distributions(name=name))]
         if missing and any(checkpoint.folder.glob("*.model")):
             cause_and_fix = (
-                f"it is a SentencePiece model, which needs {' and '.join(missing)}; install them"
-                " (pip install 'kvfold[sentencepiece]')"
+                f"it is a SentencePiece model, which needs {' and '.join(missing)}; install the"
+                " extra (pip install 'kvfold[sentencepiece]')"
             )
         if not trust_remote_code and "trust_remote_code" in str(error):
             cause_and_fix = (

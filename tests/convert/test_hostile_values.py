@@ -50,6 +50,12 @@ def test_a_name_that_leaves_no_room_for_the_temporary_folder(kvfold, tmp_path):
     assert "its name is too long" in done.stderr
 
 
+def test_a_name_that_no_disk_can_hold(kvfold):
+    done = kvfold("inspect", "x" * 5000)
+    assert done.returncode == 2
+    assert "File name too long" in done.stderr
+
+
 def test_nan_is_told_when_it_is_copied_and_when_it_is_measured(kvfold, model):
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")

@@ -172,7 +172,8 @@ def test_tensors_under_other_names_and_flags_that_disagree(
     seeds, tmp_path_factory, data, words, family
 ):
     tensors = load((seeds / family / "model.safetensors").read_bytes())
-    weights = save(data.draw(reorganized_tensors(tensors)), {"format": "pt"})
+    reorganized = data.draw(reorganized_tensors(tensors))
+    weights = save(reorganized, {"format": "pt"})
     config = read_json(seeds / family / "config.json")
     flag = data.draw(
         st.sampled_from(["tie_word_embeddings", "attention_bias", "use_mla", "qk_norm"])
@@ -181,6 +182,11 @@ def test_tensors_under_other_names_and_flags_that_disagree(
     changed = {"config.json": json.dumps(config).encode(), "model.safetensors": weights}
     case = tmp_path_factory.getbasetemp() / "names"
     run_case(seeds, case, words, family, **changed)
+    head = reorganized.get("lm_head.weight")
+    if head is not None and (case / "out/model.safetensors").exists():
+        written = load((case / "out/model.safetensors").read_bytes())
+        stored = [value for name, value in written.items() if "lm_head" in name or "embed" in name]
+        assert any(value.equal(head) for value in stored), "the output head was lost"
 
 
 @pytest.mark.slow

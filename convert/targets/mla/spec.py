@@ -206,8 +206,16 @@ def list_stock_problems(model: Model) -> list[str]:
 
 
 def list_stock_limits(model: Model) -> list[str]:
-    """Return the features of ``model`` that the stock MLA classes cannot express."""
-    return _list_unsupported_features(model, "attention", "stock")
+    """Return the features of ``model`` that the stock MLA classes cannot express. Where a shorter
+    context alone removes all of them, the last one names it.
+    """
+    features = _list_unsupported_features(model, "attention", "stock")
+    facts = _collect_condition_values(model)
+    contexts = [facts[row["context"]] for row in _FEATURES["stock"] if "context" in row]
+    contexts = [length for length in contexts if length]
+    if features and len(contexts) == len(features):
+        features[-1] += f" (--context {min(contexts)} removes the reason)"
+    return features
 
 
 def _list_custom_problems(model: Model) -> list[str]:

@@ -76,6 +76,13 @@ def test_windows_of_the_whole_shortened_context_are_no_problem():
     assert list_mla_problems(model.shorten_context(32), MlaSpec(16, 8)) == []
 
 
+def test_a_shorter_context_is_named_only_where_it_removes_every_reason():
+    model = make_model(config_of("gemma3_text", sliding_window=32))
+    (problem,) = list_mla_problems(model, MlaSpec(16, 8))
+    assert "norm" in problem
+    assert "--context" not in problem
+
+
 THETA = [1.0, 0.1, 0.01, 0.001]
 
 
