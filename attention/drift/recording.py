@@ -97,7 +97,8 @@ class OpenLayer:
 
     ``arguments`` returns the arguments that the stock model passes to the layer with a residual
     stream ``[B, T, E]``. ``tensors`` replace the module's parameters with the same names. ``guard``
-    makes the context in which the module runs, which may explain its errors.
+    makes the context in which the module runs, which may explain its errors. ``dtype`` is that in
+    which the layer runs if ``tensors`` are stored in others: each is cast for one call.
     """
 
     index: int
@@ -105,6 +106,7 @@ class OpenLayer:
     arguments: Callable[[Tensor], LayerArguments]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    dtype: torch.dtype | None = None
 
     def __call__(self, hidden: Tensor, whole: bool = True) -> LayerOutput:
         """Run the layer on the residual stream ``hidden [B, T, E]`` as the stock model would;
@@ -115,12 +117,14 @@ class OpenLayer:
         causality and a window. Raises ValueError if the layer never calls its attention module.
         """
         layer = self.module
+        tensors = {name: self._cast(tensor) for name, tensor in self.tensors.items()}
+        hidden = hidden.to(next(iter(tensors.values())).device)
         arguments = self.arguments(hidden)
         args = (hidden, *arguments.args)
         result = None
         attention = layer.get_submodule(find_attention_name(layer))
         with self.guard(), _record_attention(attention, whole) as recording, suppress(StopForward):
-            result = functional_call(layer, self.tensors, args, arguments.kwargs)
+            result = functional_call(layer, tensors, args, arguments.kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
                 f"{type(layer).__name__} never called its attention module, so its attention"
@@ -139,12 +143,24 @@ class OpenLayer:
         """Return the output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
         tensors = {
-            key.removeprefix(f"{name}."): tensor
+            key.removeprefix(f"{name}."): self._cast(tensor)
             for key, tensor in self.tensors.items()
             if key.startswith(f"{name}.")
         }
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` in the dtype of the layer; matrices that autocast would cast back are
+        returned as they are.
+        """
+        if self.dtype is None or not tensor.is_floating_point():
+            return tensor
+        kind = tensor.device.type
+        cast_back = torch.is_autocast_enabled(kind) and tensor.dim() == 2
+        if cast_back and tensor.dtype == torch.get_autocast_dtype(kind):
+            return tensor
+        return tensor.to(self.dtype)
 
 
 def find_attention_name(layer: nn.Module) -> str:

@@ -56,6 +56,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     """Convert MODEL and write the result to the folder OUT."""
     check_output_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
+    from kvfold.convert.conversion.memory import check_memory
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
@@ -73,3 +74,5 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
             )
         shown = summary if request.dry_run or not request.quiet else ""
         print_result(json_file, result.to_dict, shown)
+        if request.dry_run:
+            check_memory(result.plan)

@@ -1,129 +1,327 @@
-"""Estimate the memory and disk space in bytes that a conversion needs, and check that there is
-enough. Does not import torch.
+"""Estimate the memory of the host and of the card and the disk space, in bytes, that a run needs,
+and check that there is enough. Does not import torch.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil, prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import list_files_besides_weights
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
-from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
+from kvfold.convert.request import LONG_LENGTH, SELF, SELF_TOKENS, count_held_out
 from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.training.budget import (
     BLOCK_STEPS,
+    MOST_ACTIVATIONS,
     choose_batch_size,
+    choose_refine_batch_size,
+    count_activation_bytes,
     count_polish_steps,
 )
 
-# Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64
-# peaks at 430 MB (torch's pages that are mapped but shared count); with transformers, a tokenizer
-# and forward passes at 0.9 GB.
+# Bytes. Libraries, by recipes/benchmarks/bench_memory.py, which all constants here are from: torch
+# alone; with transformers, a tokenizer and a first pass. With CUDA, and of a card its context and
+# workspaces: not measured.
 _BASE = 480 * 10**6
-_BASE_WITH_TEXT = 10**9
+_BASE_WITH_TEXT = 550 * 10**6
+_BASE_WITH_CUDA = 3 * 10**9
+_CARD = 10**9
 _FLOAT = 4
 _DOUBLE = 8
-# E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its
-# factors and inverses, and the moments between all heads. Peaks at a width of 1024, by the same
-# test: 672 MB (svd), 1.43 to 1.52 GB.
-_FIT_SQUARES = 12
-_FIT_SQUARES_OF_TEXT = 36
+# E x E matrices in float64: of a fit from weights alone; of a fit to statistics, with these and
+# what refits the output projection; of sums while the text runs; of what a fit leaves behind it in
+# refinement.
+_SVD_SQUARES = 12
+_FIT_SQUARES = 14
+_SUM_SQUARES = 8
+_LEFT_SQUARES = 8
+# Copies in float64 of the attention's weights in a fit.
+_FIT_COPIES = 2
+# Layers of which trials of splits keep statistics: `splits.TRIAL_LAYERS`, which imports torch.
+_TRIAL_LAYERS = 4
 # Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of
 # `attention.drift.compare` and `walk.walk`, which import torch.
 _LOGITS = (6 << 20, 1 << 26)
-_TOKENS = (4096, 32768)
+_TOKENS = (4096, 8192)
 # Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
-_LOGIT = 16 * 4
-# Bytes per trained element: master, gradient, Adam's moments, rounded copies.
-_MASTER = 4 + 4 + 8 + 4 + 4
-# Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
-_ACTIVATIONS = 68
-# Bytes of each logit, and of its gradients, in a step of polishing: 8 tensors.
-_POLISHED_LOGIT = 8 * _FLOAT
-# Bytes per trained element of polishing's saved state: master, two moments and the best weights.
-_STATE = 4 * _FLOAT
+_LOGIT = 12 * _FLOAT
+# Bytes per trained element: master, gradient and Adam's moments; in refinement also rounded copies
+# and their gradients.
+_MASTER = 4 + 4 + 8
+_REFINED = _MASTER + 16
+# Tensors of logits, with their gradients, in a step of polishing.
+_POLISHED_LOGITS = 8
+# Tensors of logits in a step of uptraining, of both models, with gradients.
+_UPTRAINED_LOGITS = 8
 # Config, index, card, record and file system blocks.
 _SLACK = 4 << 20
 
+_DEVICES = {"host": "RAM", "card": "memory of the GPU (not measured)"}
+
+
+class Need(NamedTuple):
+    """The bytes that a stage of a run needs on the host and on the card, the option that decides
+    how many, why, and what needs less.
+    """
+
+    host: int
+    card: int
+    field: str
+    cause: str
+    advice: str
+
 
 class ResourceNeeds(NamedTuple):
-    """The bytes of memory and of disk space that a conversion needs.
-
-    memory: the peak of one process.
-    disk: for the output, with headers and side files, and for the state of polishing.
-    by_option: the memory that an option alone needs: ``samples`` for the hidden states of all
-        tokens, ``calibration`` for text that the source writes, and ``polish``; 0 if not used.
+    """The bytes that one process needs: ``host`` and ``card`` are the peaks of memory, 0 without a
+    card; ``disk`` is for the output with headers and side files, and for the state of polishing.
     """
 
-    memory: int
+    host: int
+    card: int
     disk: int
-    by_option: Mapping[str, int] = MappingProxyType({})
 
 
-def estimate_memory_and_disk(plan: Plan) -> ResourceNeeds:
-    """Estimate the bytes of memory that each process needs, and the bytes of disk space for the
-    output. Both are upper bounds; small models need as little as half of the memory.
+class Sizes(NamedTuple):
+    """The elements that decide how much memory a calibrated run needs.
 
-    A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and
-    its converted twin, the activations of a layer call, the fit's matrices, and the hidden states
-    of all its tokens. Polishing keeps the whole model, and so does writing calibration text
-    (`source_writes_text`).
+    width: the model dim.
+    layers: the number of layers.
+    layer: the elements of a layer.
+    attention: of the attention in a layer of the source.
+    converted: of the attention in a layer of the result.
+    head: of the output head.
+    vocabulary: the number of tokens.
+    tokens: of the calibration text that a process runs.
+    held_out: of the held-out text.
+    length: of a sequence.
+    on_gpu: whether the run computes on a card.
     """
+
+    width: int
+    layers: int
+    layer: int
+    attention: int
+    converted: int
+    head: int
+    vocabulary: int
+    tokens: int
+    held_out: int
+    length: int
+    on_gpu: bool
+
+    def count_activations(self, tokens: int) -> int:
+        """Return the bytes of activations in a pass of ``tokens`` tokens through a layer."""
+        # Of many experts each token passes a few: no more than the widest MLPs.
+        inner = min((self.layer - self.attention) // self.width, 16 * self.width)
+        return _FLOAT * tokens * (inner + 8 * self.width)
+
+
+def measure_sizes(plan: Plan, on_gpu: bool) -> Sizes:
+    """Return the sizes of the model and the text of ``plan``."""
     request = plan.request
+    shape = plan.geometry
+    shapes = [tensor.shape for tensor in plan.model.tensors.values()]
+    # Wrappers pad the rows of their tables.
+    ends = sum(prod(size) for size in shapes if size and size[0] >= shape.vocabulary)
+    length = request.calibration_length
+    return Sizes(
+        width=shape.model_dim,
+        layers=shape.layers,
+        layer=(sum(map(prod, shapes)) - ends) // shape.layers,
+        attention=2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim,
+        converted=count_trained(plan) // shape.layers,
+        head=shape.vocabulary * shape.model_dim,
+        vocabulary=shape.vocabulary,
+        tokens=ceil(request.samples / processes.world_size()) * length,
+        held_out=count_held_out(request.samples) * length,
+        length=length,
+        on_gpu=on_gpu,
+    )
+
+
+def count_trained(plan: Plan) -> int:
+    """Return the number of elements that the conversion computes, which polishing trains."""
+    names = {name for layer in plan.output.computed_names for name in layer}
+    return sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
+
+
+def list_needs(plan: Plan, on_gpu: bool) -> Iterator[Need]:
+    """Yield what each stage of the run of ``plan`` needs, on a CPU or with a card."""
+    if not plan.request.calibrated:
+        yield _estimate_weights_only(plan)
+        return
+    sizes = measure_sizes(plan, on_gpu)
+    stages = [*_estimate_layers(plan, sizes)]
+    if source_writes_text(plan):
+        stages.append(_estimate_text(plan, sizes))
+    if plan.request.polish:
+        stages.append(_estimate_polishing(plan, sizes))
+    for need in stages:
+        yield _add_libraries(need, on_gpu)
+
+
+def _add_libraries(need: Need, on_gpu: bool) -> Need:
+    """Return ``need`` with what the libraries take; without a card, the host has all of it."""
+    if on_gpu:
+        return need._replace(host=need.host + _BASE_WITH_CUDA, card=need.card + _CARD)
+    return need._replace(host=need.host + need.card + _BASE_WITH_TEXT, card=0)
+
+
+def _estimate_weights_only(plan: Plan) -> Need:
+    """Return what a run without text needs: one attention layer at a time, on the host."""
     shape = plan.geometry
     width = shape.model_dim
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    names = {name for layer in plan.output.computed_names for name in layer}
-    trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
+    read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
+    pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
+    factoring = _DOUBLE * (_SVD_SQUARES * width**2 + 4 * attention) * 11 // 10
+    host = _BASE + (pooling if plan.latent is None else factoring)
+    return Need(host, 0, "model", "one layer needs", "use a machine with more memory")
+
+
+def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
+    """Yield what converting layer by layer needs, and what measuring the result does."""
+    request = plan.request
+    square = _DOUBLE * sizes.width**2
+    fits = plan.method.reads_text or bool(request.refine)
+    tokens = sizes.tokens * fits
+    # States before and after the source's layer, its attention's and the student's; of held-out
+    # text also the inputs of its attention.
+    states = _FLOAT * sizes.width * (4 * tokens + 5 * sizes.held_out)
+    layer = _FLOAT * (sizes.layer + sizes.converted)
+    chunk = min(_TOKENS[sizes.on_gpu], max(tokens, sizes.held_out))
+    running = sizes.count_activations(chunk)
+    fitting = 0
+    if plan.method.reads_text:
+        running += _SUM_SQUARES * square + 2 * _DOUBLE * chunk * sizes.width
+        fitting = _FIT_SQUARES * square + _FIT_COPIES * _DOUBLE * sizes.attention
+    kept = 2 * _TRIAL_LAYERS * square * (request.budget is not None)
+    samples = f"--samples {request.samples} of {sizes.length} tokens"
+    few = "lower --samples or --seq-len"
+    host = states + fitting
+    if not sizes.on_gpu:  # then one after the other
+        running = max(running - fitting, 0)
+    yield Need(
+        host,
+        layer + running + kept,
+        "samples",
+        f"fitting to {samples} needs",
+        few,
+    )
+    if request.refine:
+        batch = choose_refine_batch_size(sizes.length) * sizes.length
+        # What layers learn, and of a card their inputs too.
+        examples = _FLOAT * sizes.width * tokens * (1 + sizes.on_gpu)
+        training = _REFINED * sizes.converted
+        training += 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
+        yield Need(
+            states + _LEFT_SQUARES * square * plan.method.reads_text,
+            layer + examples + training + kept,
+            "refine",
+            f"--refine on {samples} needs",
+            f"{few}, or convert without --refine",
+        )
+    long = min(LONG_LENGTH, plan.geometry.positions)
+    compared = min(_LOGITS[sizes.on_gpu], max(sizes.held_out, long) * sizes.vocabulary)
+    ends = 2 * _FLOAT * sizes.head + _LOGIT * compared
+    yield Need(
+        2 * sizes.head + 2 * _FLOAT * sizes.width * sizes.held_out,
+        max(ends, 2 * layer),
+        "device",
+        f"a vocabulary of {sizes.vocabulary} needs",
+        "convert without text (--method mean or svd)",
+    )
+
+
+def _estimate_text(plan: Plan, sizes: Sizes) -> Need:
+    """Return what the source needs to write calibration text: all of its weights and a cache."""
+    model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
+    # On a card in 16 bits, as it is stored, unless the request says otherwise.
+    half = sizes.on_gpu and plan.request.precision != "float32"
+    weights = model * (_FLOAT // (1 + half))
+    cached = plan.cache_elements * sizes.layers * sizes.length + 4 * sizes.vocabulary
+    return Need(
+        weights * sizes.on_gpu,
+        weights + _FLOAT * cached * max(1, SELF_TOKENS // sizes.length),
+        "calibration",
+        "--calibration self (the default of chat models) needs the whole model in memory:",
+        f"lower --seq-len, or leave that text out with --calibration {SELF}:0",
+    )
+
+
+def _estimate_polishing(plan: Plan, sizes: Sizes) -> Need:
+    """Return what polishing needs: all frozen weights, and the trained ones with gradients and
+    moments.
+    """
+    request = plan.request
+    trained = sizes.converted * sizes.layers
+    frozen = (sizes.layer - sizes.attention) * sizes.layers
+    batch = choose_batch_size(sizes.length) * sizes.length
+    steps = min(BLOCK_STEPS, count_polish_steps(request.polish, sizes.length))
+    activations = _count_polish_activations(sizes)
+    # A layer of the source, which runs between the steps, or the student's own without autocast.
+    layer = _FLOAT * sizes.layer
+    half = sizes.on_gpu and request.precision != "float32"
+    if needs_checkpointing(plan):
+        stored = sum(info.nbytes for info in plan.checkpoint.tensors.values())
+        weights = stored * (frozen + trained) // count_elements(plan.checkpoint)
+        activations = activations // sizes.layers + _FLOAT * sizes.layers * batch * sizes.width
+    else:
+        weights = _FLOAT * (frozen + trained)
+    logits = _POLISHED_LOGITS * _FLOAT * max(_LOGITS[sizes.on_gpu], sizes.vocabulary)
+    return Need(
+        # The source's states, the tensors as they were read, and the best so far.
+        _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * sizes.head,
+        weights
+        + _MASTER * trained
+        + _FLOAT * sizes.head
+        + max(layer, layer * (not half) + activations + logits),
+        "polish",
+        "--polish needs the whole model in memory:",
+        "use only --refine, which loads one layer at a time",
+    )
+
+
+def needs_checkpointing(plan: Plan) -> bool:
+    """Return whether polishing keeps frozen weights in their stored dtypes, and runs layers again
+    for their gradients: if activations of all layers are large.
+    """
+    return _count_polish_activations(measure_sizes(plan, False)) > MOST_ACTIVATIONS
+
+
+def _count_polish_activations(sizes: Sizes) -> int:
+    """Return the bytes of activations of all layers in a step of polishing."""
+    batch = choose_batch_size(sizes.length) * sizes.length
+    return count_activation_bytes(sizes.layers, sizes.layer, sizes.width, batch)
+
+
+def estimate_memory_and_disk(plan: Plan, on_gpu: bool | None = None) -> ResourceNeeds:
+    """Return the bytes of memory that each process needs on the host and on the card, and the bytes
+    of disk space for the output. The host's are within 15 % of what was measured at widths of 4096;
+    the card's follow from the same tensors, and were not measured. ``on_gpu`` is by default what
+    the request says.
+    """
     source = plan.checkpoint.folder
     extra = sum((source / name).stat().st_size for name in list_files_besides_weights(source))
     disk = sum(shard.nbytes for shard in plan.shards) + extra + _SLACK
-    if request.polish:
-        disk += 2 * _STATE * trained  # a new state is whole before the old one is removed
-    if not request.calibrated:
-        read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
-        pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-        factoring = _DOUBLE * (_FIT_SQUARES * width**2 + 4 * attention) * 11 // 10
-        return ResourceNeeds(_BASE + (pooling if plan.latent is None else factoring), disk)
-    length = request.calibration_length
-    tokens = ceil(request.samples / processes.world_size()) * length
-    held_out = count_held_out(request.samples) * length
-    # States before and after the source's layer, its attention's, the student's, the targets of
-    # refinement; of held-out text also the source's queries, keys and heads.
-    states = 5 * width * (tokens + held_out)
-    states += (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim) * held_out
-    # One layer of each model, or the embedding and the head with the logits.
-    model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
-    ends = 2 * shape.vocabulary * width
+    if plan.request.polish:
+        # Master, two moments and the best weights; a new state is whole before the old one leaves.
+        disk += 2 * 4 * _FLOAT * count_trained(plan)
+    needs = [*list_needs(plan, uses_gpu(plan) if on_gpu is None else on_gpu)]
+    return ResourceNeeds(max(need.host for need in needs), max(need.card for need in needs), disk)
+
+
+def uses_gpu(plan: Plan) -> bool:
+    """Return whether the run of ``plan`` computes on a card."""
     from kvfold.convert.device import choose_device  # imports torch, which takes seconds
 
-    on_gpu = choose_device(request.device).type == "cuda"
-    layers = 2 * (model - ends) // shape.layers + 5 * attention
-    in_layers = (
-        _DOUBLE * (_FIT_SQUARES_OF_TEXT * width**2 + 4 * attention)
-        + _ACTIVATIONS * min(_TOKENS[on_gpu], tokens) * width
-        + _FLOAT * max(layers, ends)
-    )
-    at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
-    # Three of the states at least; the bound above must not refuse what would run.
-    by_option = {"samples": _FLOAT * 3 * width * (tokens + held_out)}
-    if source_writes_text(plan):
-        cached = plan.cache_elements * shape.layers * length + 4 * shape.vocabulary
-        by_option["calibration"] = _FLOAT * (model + cached * max(1, SELF_TOKENS // length))
-    if request.polish:
-        batch = choose_batch_size(length) * length * width
-        steps = min(BLOCK_STEPS, count_polish_steps(request.polish, length))
-        activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
-        weights = _FLOAT * (model - trained) + _MASTER * trained
-        by_option["polish"] = weights + activations + _POLISHED_LOGIT * _LOGITS[on_gpu]
-    memory = max(_FLOAT * states + max(in_layers, at_end), *by_option.values())
-    return ResourceNeeds(_BASE_WITH_TEXT + memory, disk, by_option)
+    return plan.request.calibrated and choose_device(plan.request.device).type == "cuda"
 
 
 def source_writes_text(plan: Plan) -> bool:
@@ -136,39 +334,99 @@ def source_writes_text(plan: Plan) -> bool:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError if an option of the request needs more memory than is free: the number of
-    calibration tokens, or an option that loads the whole model at once.
+    """Raise InputError if a stage of the run needs more memory than is free on the host or on the
+    card; the message has both numbers and what needs less.
     """
-    request = plan.request
-    if not request.calibrated:
+    if not plan.request.calibrated:
         return  # what is free is found with torch, which is imported once bytes are copied
-    free_memory = get_free_memory_bytes(plan)
-    if free_memory is None:
-        return
-    causes = {
-        "samples": (
-            f"--samples {request.samples} of {request.calibration_length} tokens (--seq-len) need"
-            " memory for their hidden states",
-            "lower --samples or --seq-len",
-        ),
-        "calibration": (
-            "--calibration self (the default of chat models) needs the whole model in memory",
-            f"lower --seq-len, or leave that text out with --calibration {SELF}:0",
-        ),
-        "polish": (
-            "--polish needs the whole model in memory",
-            "use only --refine, which loads one layer at a time",
-        ),
-    }
-    for option, needed in estimate_memory_and_disk(plan).by_option.items():
-        if _BASE_WITH_TEXT + needed > free_memory:
-            option_and_need, alternative = causes[option]
+    on_gpu = uses_gpu(plan)
+    alone = estimate_memory_and_disk(plan, on_gpu=False).host
+    check_needs(list_needs(plan, on_gpu), on_gpu, alone)
+
+
+def check_needs(needs: Iterable[Need], on_gpu: bool, alone: int) -> None:
+    """Raise InputError for the first of ``needs`` that exceeds what is free on the host or, if a
+    run is ``on_gpu``, on the card; ``alone`` is what the host would need without a card.
+    """
+    free = {name: get_free_memory_bytes(name) for name in ("host", "card")[: 1 + on_gpu]}
+    for need in needs:
+        for name, available in free.items():
+            needed: int = getattr(need, name)
+            if available is None or needed <= available:
+                continue
+            advice = need.advice
+            if name == "card" and alone <= (free["host"] or 0):
+                advice = f"use --device cpu, which needs {format_bytes(alone)} of RAM"
             raise InputError(
-                f"{option_and_need}: about {format_bytes(needed)}, but only"
-                f" {format_bytes(free_memory)} are free; use a machine with more memory,"
-                f" or {alternative}",
-                field=option,
+                f"{need.cause} about {format_bytes(needed)} of {_DEVICES[name]}, but only"
+                f" {format_bytes(available)} are free; {advice}, or use a machine with more",
+                field=need.field,
             )
+
+
+def estimate_comparison(elements: int, config: Any, tokens: int, on_gpu: bool) -> Need:
+    """Return what `kvfold drift` needs for ``tokens`` tokens and models of ``elements`` weights
+    with transformers' ``config``: a layer and the head of both, and their states.
+    """
+    width = config.hidden_size
+    head = config.vocab_size * width
+    layer = (elements - head) // config.num_hidden_layers
+    chunk = min(_TOKENS[on_gpu], tokens)
+    running = 2 * layer + chunk * min(layer // width, 32 * width)
+    ends = 2 * head + _LOGIT // _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
+    states = 2 * tokens * width
+    need = Need(
+        2 * head,
+        _FLOAT * (states + max(running, ends)),
+        "samples",
+        "comparing the models needs",
+        "lower --samples or --seq-len",
+    )
+    return _add_libraries(need, on_gpu)
+
+
+def estimate_uptraining(
+    elements: int, teacher_bytes: int, config: Any, tokens: int, on_gpu: bool, checkpointing: bool
+) -> Need:
+    """Return what `kvfold uptrain` needs for ``tokens`` tokens at a time and a model of
+    ``elements`` weights with transformers' ``config``, with a teacher of ``teacher_bytes``.
+    """
+    width = config.hidden_size
+    layers = config.num_hidden_layers
+    layer = (elements - config.vocab_size * width) // layers
+    activations = count_activation_bytes(layers, layer, width, tokens)
+    if checkpointing:
+        activations = activations // layers + _FLOAT * layers * tokens * width
+    logits = _UPTRAINED_LOGITS * _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
+    need = Need(
+        # The best weights so far, at the end.
+        _FLOAT * elements,
+        _MASTER * elements + teacher_bytes + activations + logits,
+        "model",
+        "uptraining all weights needs",
+        "use --gradient-checkpointing, a smaller --micro-batch, or convert with --polish or"
+        " --refine, which train the attention alone",
+    )
+    return _add_libraries(need, on_gpu)
+
+
+def count_elements(checkpoint: Checkpoint) -> int:
+    """Return the number of elements of all tensors of ``checkpoint``."""
+    return sum(prod(info.shape) for info in checkpoint.tensors.values())
+
+
+def describe_memory(plan: Plan) -> Mapping[str, Any]:
+    """Return the bytes needed and free on the host and on the card, by name; None for a card that
+    is not used, and where the system reports nothing.
+    """
+    needs = estimate_memory_and_disk(plan)
+    on_gpu = uses_gpu(plan)
+    return {
+        "host_memory_bytes": needs.host,
+        "host_memory_free_bytes": get_free_memory_bytes("host"),
+        "card_memory_bytes": needs.card if on_gpu else None,
+        "card_memory_free_bytes": get_free_memory_bytes("card") if on_gpu else None,
+    }
 
 
 def get_free_disk_bytes(plan: Plan) -> int:
@@ -178,10 +436,10 @@ def get_free_disk_bytes(plan: Plan) -> int:
     return shutil.disk_usage(existing).free
 
 
-def get_free_memory_bytes(plan: Plan) -> int | None:
-    """Return the free bytes of memory on the device of the request, or None if the system does not
-    report them.
+def get_free_memory_bytes(name: str) -> int | None:
+    """Return the free bytes of memory of the ``"host"`` or the ``"card"``, or None if the system
+    does not report them.
     """
     from kvfold.convert.device import choose_device, measure_free_memory
 
-    return measure_free_memory(choose_device(plan.request.device))
+    return measure_free_memory(choose_device("cuda" if name == "card" else "cpu"))

@@ -17,6 +17,7 @@ from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.layers import build_student
+from kvfold.convert.conversion.memory import needs_checkpointing
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.training.budget import POLISH_ROUND, count_polish_steps, count_step_tokens
@@ -45,10 +46,11 @@ def polish_checkpoint(
             for name in names
         }
         student.set_layer_tensors(tensors)
+        stored = needs_checkpointing(plan)
         task = PolishTask(
             student,
             [
-                stack.enter_context(student.stream.open_layer(index))
+                stack.enter_context(student.stream.open_layer(index, stored))
                 for index in range(plan.geometry.layers)
             ],
             tensors,

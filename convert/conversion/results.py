@@ -18,9 +18,9 @@ from kvfold.convert.conversion.judgment import (
     suggest_next_command,
 )
 from kvfold.convert.conversion.memory import (
+    describe_memory,
     estimate_memory_and_disk,
     get_free_disk_bytes,
-    get_free_memory_bytes,
 )
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name, make_record
@@ -95,7 +95,7 @@ class Conversion:
                 },
                 "disk_bytes": needs.disk,
                 "free_bytes": get_free_disk_bytes(plan),
-                "memory_bytes": needs.memory,
+                **describe_memory(plan),
                 **make_record(plan),
             }
         else:
@@ -217,9 +217,15 @@ def summarize_plan(plan: Plan) -> str:
         rows.append(
             ("polish", f"{steps} steps of {count_step_tokens(request.calibration_length)} tokens")
         )
-    memory = f"about {format_bytes(needs.memory)} needed{per_process}"
-    if (free := get_free_memory_bytes(plan)) is not None:
-        memory += f", {format_bytes(free)} free"
+    memory = describe_memory(plan)
+    rows_of_memory = []
+    for name, unit in (("host", "RAM"), ("card", "GPU")):
+        if (needed := memory[f"{name}_memory_bytes"]) is None:
+            continue
+        text = f"about {format_bytes(needed)} needed{per_process}"
+        if (free := memory[f"{name}_memory_free_bytes"]) is not None:
+            text += f", {format_bytes(free)} free"
+        rows_of_memory.append((unit, text + " (estimated, not measured)" * (name == "card")))
     disk = f"{format_bytes(needs.disk)} needed, {format_bytes(get_free_disk_bytes(plan))} free"
-    rows += [("disk", disk), ("memory", memory), ("written", "nothing (--dry-run)")]
+    rows += [("disk", disk), *rows_of_memory, ("written", "nothing (--dry-run)")]
     return format_labeled_rows(rows)

@@ -11,6 +11,7 @@ import torch
 from kvfold.attention.drift.report import DriftReport, measure_drift
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.conversion.memory import check_needs, count_elements, estimate_comparison
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Progress, ProgressStages
@@ -64,6 +65,12 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         advice = "or lower --samples or --seq-len"
         count = request.samples
         tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
+        on_gpu = device.type == "cuda"
+        elements = max(count_elements(source), count_elements(student))
+        needs = [
+            estimate_comparison(elements, config, tokens.numel(), card) for card in (on_gpu, False)
+        ]
+        check_needs(needs[:1], on_gpu, needs[1].host)
         teacher = open_layer_stream(source, device, request.dtype)
         compared = open_layer_stream(student, device, request.dtype)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)

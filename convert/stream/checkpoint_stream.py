@@ -132,9 +132,10 @@ class CheckpointStream:
             return self._frame.run_to_first_layer(around, inputs_embeds=embedded)[0]
 
     @contextmanager
-    def open_layer(self, index: int) -> Iterator[OpenLayer]:
+    def open_layer(self, index: int, stored: bool = False) -> Iterator[OpenLayer]:
         """Yield layer ``index`` with its tensors read from the checkpoint. They are freed when the
-        with-block ends.
+        with-block ends. With ``stored`` they keep their stored dtypes in memory, and are cast
+        whenever the layer runs.
         """
 
         def make_arguments(hidden: Tensor) -> LayerArguments:
@@ -157,7 +158,7 @@ class CheckpointStream:
         prefix = f"{self._frame.path}.{index}."
         tensors: dict[str, Tensor] = {}
         for source in self.weights.find_sources(prefix):
-            for name, tensor in self._load_source(source).items():
+            for name, tensor in self._load_source(source, None if stored else self.dtype).items():
                 tensors[name.removeprefix(prefix)] = tensor
         try:
             yield OpenLayer(
@@ -166,6 +167,7 @@ class CheckpointStream:
                 make_arguments,
                 tensors,
                 errors_as_input_errors,
+                self.dtype if stored else None,
             )
         finally:
             tensors.clear()
@@ -193,6 +195,7 @@ class CheckpointStream:
                 }
             ends = self._load_parameters(ends)
         with errors_as_input_errors():
+            hidden = hidden.to(self.device)
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device)
             return self._frame.compute_logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
 
@@ -219,16 +222,20 @@ class CheckpointStream:
         the one that it is tied to.
         """
         sources = {name: self.weights.find_source(name) for name in names}
-        return {name: self._load_source(source)[source.target] for name, source in sources.items()}
+        return {
+            name: self._load_source(source, self.dtype)[source.target]
+            for name, source in sources.items()
+        }
 
-    def _load_source(self, source: WeightSource) -> dict[str, Tensor]:
-        """Return the parameters formed from the stored tensors of ``source``, which stay in memory
-        until `release`. If the teacher has loaded the same parameters, they are shared.
+    def _load_source(self, source: WeightSource, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Return the parameters formed from the stored tensors of ``source``, in ``dtype``; None is
+        their own. They stay in memory until `release`. If the teacher has loaded the same
+        parameters, they are shared.
         """
         if source not in self._loaded:
             shared = self._find_teacher_parameters(source)
             if shared is None:
-                shared = self.weights.load_parameters(source, self.read, self.dtype, self.device)
+                shared = self.weights.load_parameters(source, self.read, dtype, self.device)
             self._loaded[source] = shared
         return self._loaded[source]
 
@@ -262,7 +269,8 @@ class CheckpointStream:
         Gradients flow back to those tensors.
         """
         for source in sources:
-            loaded = self.weights.load_parameters(source, self.read, self.dtype, self.device)
+            dtype = self.dtype if layer.dtype is None else None
+            loaded = self.weights.load_parameters(source, self.read, dtype, self.device)
             for name, tensor in loaded.items():
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 

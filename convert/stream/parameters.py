@@ -112,10 +112,15 @@ class WeightMap:
         )
 
     def load_parameters(
-        self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
+        self,
+        source: WeightSource,
+        read: Read,
+        dtype: torch.dtype | None,
+        device: torch.device | str,
     ) -> dict[str, Tensor]:
         """Read the stored tensors of ``source`` and return the parameters that they form, by full
-        name. Their shapes are checked; floating-point parameters are cast to ``dtype``.
+        name. Their shapes are checked; floating-point parameters are cast to ``dtype``, if it is
+        not None.
         """
         if source.converter is None:
             parameters: dict[str, Any] = {source.target: read(source.names[0])}
@@ -139,7 +144,7 @@ class WeightMap:
                 )
             # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._float32_modules.isdisjoint(name.split("."))
-            loaded = torch.float32 if keeps_float32 else dtype
+            loaded = torch.float32 if keeps_float32 and dtype is not None else dtype
             # The next layer's tensors are read while a device still computes: nothing waits for
             # these to arrive.
             parameters[name] = tensor.to(

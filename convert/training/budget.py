@@ -25,6 +25,9 @@ _REFINED_TOKENS = 4096
 # Steps for which the source's states are computed at once: chosen, 2 GB of bfloat16 at a width of
 # 4096.
 BLOCK_STEPS = 256
+# Bytes of activations above which polishing keeps each layer's input alone and runs the layer again
+# for its gradients, in a third more time. Chosen: a small part of the memory of a card.
+MOST_ACTIVATIONS = 4 << 30
 
 
 def count_polish_steps(polish: int | str, length: int) -> int:
@@ -49,3 +52,10 @@ def choose_batch_size(length: int) -> int:
 def choose_refine_batch_size(length: int) -> int:
     """Return the number of sequences of ``length`` tokens in one refinement step."""
     return max(1, min(_REFINED_SEQUENCES, _REFINED_TOKENS // length))
+
+
+def count_activation_bytes(layers: int, weights: int, width: int, tokens: int) -> int:
+    """Return about how many bytes of activations ``layers`` layers of ``weights`` parameters each
+    keep for the gradients of ``tokens`` tokens, in float32.
+    """
+    return 4 * layers * tokens * (2 * weights // width + 10 * width)

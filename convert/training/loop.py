@@ -163,13 +163,13 @@ def train(
     while rate > 0:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["size"]
-        optimizer.zero_grad(set_to_none=True)
         task.backward(next(batches))
         for master in task.trained.values():
             if master.grad is None:  # none of this batch's sequences are this process's
                 master.grad = torch.zeros_like(master)
             processes.all_reduce([master.grad])
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # evaluation has their memory
         result.steps += 1
         rate = task.learning_rate(result.steps, result.errors)
         if result.steps % every and rate > 0:

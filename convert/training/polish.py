@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from kvfold.attention.drift.compare import split_logits, sum_prediction_drift
 from kvfold.attention.drift.recording import OpenLayer
@@ -67,9 +68,12 @@ def compute_teacher_states(
         stages("teacher", teacher.layers, "layer") as advance,
     ):
         states = run_all_layers(teacher, tokens, partial(advance, 1))
-    return TeacherText(
-        tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states])
-    )
+        width = states[0].shape[-1]
+        joined = torch.empty(*tokens.shape, width, dtype=autocast or states[0].dtype)
+        # One chunk at a time, so that memory never holds all states twice.
+        for rows in torch.split(joined, len(states[0])):
+            rows.copy_(states.pop(0))
+    return TeacherText(tokens, joined)
 
 
 class TrainingText:
@@ -140,6 +144,8 @@ class PolishTask(TrainingTask):
     The stock modules run with the master weights rounded to the dtypes in which they will be saved,
     so training and evaluation use the weights that users will load. The head is run separately, on
     a block of tokens at a time. ``held_out`` is evaluated in float32.
+    Layers that are open in their stored dtypes keep their inputs alone, and run again for their
+    gradients.
     """
 
     def __init__(
@@ -223,5 +229,16 @@ class PolishTask(TrainingTask):
         """
         hidden = self.stream.embed(tokens)
         for layer in self.layers:
-            hidden = layer(hidden).states
+            # Casts of the weights would otherwise stay for the gradients, with all activations.
+            if layer.dtype is not None and torch.is_grad_enabled():
+                # Errors that end a second pass early would be taken for the config's.
+                with set_checkpoint_early_stop(False):
+                    hidden = checkpoint(_run_layer, layer, hidden, use_reentrant=False)
+            else:
+                hidden = _run_layer(layer, hidden)
         return hidden
+
+
+def _run_layer(layer: OpenLayer, hidden: Tensor) -> Tensor:
+    """Return the residual stream after ``layer``, ``[B, T, E]``."""
+    return layer(hidden).states

@@ -17,6 +17,7 @@ the teacher or the student, would dominate.
 Memory holds one layer of each model, the master weights and Adam's moments.
 """
 
+import gc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,6 +120,9 @@ def refine_layer(
             seed = settings.seed * 1_000_003 + walk_layer.index
             size = choose_refine_batch_size(training.chunks[0].inputs.shape[1])
             *_, result = train(task, draw_batches(training.count, size, seed), REFINE_ROUND)
+            # The optimizer and its hooks refer to each other: gigabytes would stay.
+            del task
+            gc.collect()
             if result.best_step:
                 break
     return replace(result, tensors={**tensors, **result.tensors})
@@ -264,7 +268,11 @@ def make_examples(
     """
     examples: list[ExampleChunk] = []
     sums = torch.zeros(3, dtype=torch.float64)
-    for inputs, attention, student_inputs in chunks:
+    device = next(iter(layer.tensors.values())).device
+    # Every step draws from all chunks: they stay on the device.
+    for inputs, attention, student_inputs in (
+        [states.to(device) for states in chunk] for chunk in chunks
+    ):
         added = update.compute_update(layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         residual = inputs.to(wide)

@@ -42,6 +42,7 @@ from kvfold.convert.checkpoint.files import (
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_shards, write_index
 from kvfold.convert.conversion.card import escape_markdown_value, render_trained_card
+from kvfold.convert.conversion.memory import check_needs, count_elements, estimate_uptraining
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
@@ -154,6 +155,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     tokens, held_out = broadcast_from_rank0(
         lambda: draw_uptraining_tokens(request, source, config.vocab_size)
     )
+    _check_memory(request, source, config, arguments.per_device_train_batch_size, precision)
     teacher = load_teacher(request, source, precision)
     trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
     with hide_progress_bars():  # of the checkpoints that the trainer saves
@@ -180,6 +182,29 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
         return Uptrained(record)
 
     return run_on_rank0(write_result) or Uptrained({})
+
+
+def _check_memory(
+    request: UptrainRequest, source: Checkpoint, config: Any, sequences: int, precision: torch.dtype
+) -> None:
+    """Raise InputError if training ``sequences`` sequences at a time needs more memory than is
+    free on the host or on the card. Runs of several processes, which may be sharded, pass.
+    """
+    if world_size() > 1:
+        return
+    teacher = 0
+    if request.teacher is not None:
+        with closing(open_checkpoint(request.teacher)) as opened:
+            teacher = count_elements(opened) * precision.itemsize
+    on_gpu = choose_device(request.device).type == "cuda"
+    tokens = sequences * request.seq_len
+    needs = [
+        estimate_uptraining(
+            count_elements(source), teacher, config, tokens, card, request.gradient_checkpointing
+        )
+        for card in (on_gpu, False)
+    ]
+    check_needs(needs[:1], on_gpu, needs[1].host)
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:

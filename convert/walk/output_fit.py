@@ -142,6 +142,9 @@ def _yield_regressions(
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
+        before, attention, student_before = (
+            states.to(heads.device) for states in (before, attention, student_before)
+        )
         after = (before + attention * scale).to(wide)
         student_before = student_before.to(wide)
         weight = compute_token_weights(after, student_before).square()

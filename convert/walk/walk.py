@@ -17,7 +17,8 @@ Glossary:
     walk           one pass of a student through all layers, alongside its teacher
     walk layer     one layer of a walk, open in both models; the student advances through it,
                    converted or unchanged
-    hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory
+    hidden states  residual streams ``[b, T, E]`` of a few sequences each; in the host's memory, as
+                   those of all tokens need more than a layer; layers move them to their device
     calibration    the sequences on which fits and refinement are trained
     held-out       sequences never used for training, on which errors and drift are measured
 
@@ -40,7 +41,7 @@ sequences only if a fit or refinement needs them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,9 +63,10 @@ HiddenStates = list[Tensor]
 
 # Tokens per layer call: a trade-off between the size of matrix products and the memory for
 # activations. GQA-2 of the model that ships: 512 7.6 s, 4096 7.3 s, 16384 7.7 s, and equal losses:
-# flat (measured by a script in git history, 2026-11-24). On a GPU chosen, not tuned.
+# flat (measured by a script in git history, 2026-11-24). On a GPU chosen, not tuned: activations of
+# an 8B model's MLP take 2 GB.
 _CPU_TOKENS = 4096
-_GPU_TOKENS = 32768
+_GPU_TOKENS = 8192
 # Tokens on which candidates for a layer are compared. GQA-2 of the model that ships: 256 +0.0322
 # nats per token, 2048 +0.0284 (measured by a script in git history, 2026-11-24)
 _JUDGED_TOKENS = 2048
@@ -145,7 +147,10 @@ class Teacher:
             with self.stream.use_training_precision():
                 run_layer(self.stream, layer, self._calibration, opened.attention)
         with torch.no_grad():
-            opened.outputs = [layer(chunk) for chunk in self.held_out]
+            # Without the recordings, which are larger than both together.
+            opened.outputs = [
+                replace(layer(chunk), query=None, key=None, context=None) for chunk in self.held_out
+            ]
         self.held_out = [output.states for output in opened.outputs]
         check_finite(self.held_out, self.stream, layer.index)
         return opened
@@ -321,7 +326,8 @@ class WalkLayer:
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
             with self.student.stream.use_training_precision():
-                self.calibration[:] = [layer(hidden).states for hidden in self.calibration]
+                for chunk, hidden in enumerate(self.calibration):
+                    self.calibration[chunk] = layer(hidden).states.cpu()
 
 
 @torch.no_grad()
@@ -356,8 +362,8 @@ def gather_statistics(
         if chunk == 0:
             inputs = output.attention_input.flatten(0, -2)
         if attention is not None:
-            attention.append(output.attention)
-        states[chunk] = output.states
+            attention.append(output.attention.cpu())
+        states[chunk] = output.states.cpu()
     statistics = accumulator.average_batches()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
@@ -376,9 +382,9 @@ def run_layer(
     """
     for chunk, hidden in enumerate(states):
         output = layer(hidden)
-        states[chunk] = output.states
+        states[chunk] = output.states.cpu()
         if attention is not None:
-            attention.append(output.attention)
+            attention.append(output.attention.cpu())
     check_finite(states, source, layer.index)
 
 
@@ -403,7 +409,7 @@ def embed_tokens(stream: CheckpointStream, tokens: Tensor) -> HiddenStates:
     the stream's device.
     """
     chunks = torch.split(tokens, choose_sequences_per_chunk(stream.device, tokens.shape[1]))
-    states = [stream.embed(chunk) for chunk in chunks]
+    states = [stream.embed(chunk).cpu() for chunk in chunks]
     stream.release()
     check_finite(states, stream, None)
     return states

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer, hub_config, run_conversion
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, InputError
+from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import memory
 from kvfold.convert.conversion.memory import estimate_memory_and_disk
 from kvfold.convert.conversion.plan import checkpoint_from_config, make_plan
@@ -44,7 +46,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
     assert found["attention"] == {"from": "MHA", "to": kind}
     assert found["cache_elements"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
-    assert f"memory   about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
+    assert f"RAM      about {found['host_memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
     with pytest.raises(InputError, match="has no weights"):
         run_conversion(**request)
     assert not (tmp_path / "out").exists()
@@ -58,36 +60,90 @@ def needs(folder, **options):
 def test_hidden_states_are_in_memory(config_only, monkeypatch):
     few = needs(config_only)
     many = needs(config_only, samples=4096)
-    assert many.memory > few.memory + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
+    assert many.host > few.host + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
     monkeypatch.setattr(memory.processes, "world_size", lambda: 4)
-    assert needs(config_only, samples=4096).memory < many.memory / 2
+    assert needs(config_only, samples=4096).host < many.host / 2
 
 
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
-    polished = needs(config_only, polish=100)
-    written = needs(config_only, calibration="self")
-    assert (
-        needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)
-    )  # Llama-2-7B in float32
+    polished = needs(config_only, polish=100).host
+    written = needs(config_only, calibration="self").host
+    assert needs(config_only).host < 2 * 6.4e9 < min(polished, written)
+
+
+def test_hidden_states_stay_on_the_host_when_a_card_computes(config_only):
+    plan = make_plan(
+        ConvertRequest(model=config_only, out="OUT", **FOLD), checkpoint_from_config(config_only)
+    )
+    on_cpu, with_card = (memory.estimate_memory_and_disk(plan, on_gpu) for on_gpu in (False, True))
+    assert on_cpu.card == 0 < with_card.card < on_cpu.host
+    states = 4 * 4 * 128 * 512 * 4096
+    assert with_card.host > states
+
+
+@pytest.fixture
+def check(config_only, monkeypatch):
+    """Check the memory of a machine with so many free GB, of a card if ``card`` is given."""
+
+    def check(host, card=None, **options):
+        free = {"host": host, "card": card}
+        monkeypatch.setattr(memory, "get_free_memory_bytes", lambda name: free[name] * 10**9)
+        monkeypatch.setattr(memory, "uses_gpu", lambda plan: card is not None)
+        request = ConvertRequest(model=config_only, out="OUT", **{**FOLD, **options})
+        memory.check_memory(make_plan(request, checkpoint_from_config(request.model)))
+
+    return check
 
 
 @pytest.mark.parametrize(
     ("options", "field", "advice"),
     [
+        ({}, "samples", "--seq-len"),
         ({"samples": 100_000, "calibration": "self"}, "samples", "--seq-len"),
+    ],
+)
+def test_too_little_memory_is_blamed_on_the_option_that_needs_it(
+    check, refused, options, field, advice
+):
+    with refused() as caught:
+        check(2, **options)
+    assert caught.value.field == field
+    assert advice in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "advice"),
+    [
         ({"calibration": "self"}, "calibration", "--calibration self:0"),
         ({"polish": 100}, "polish", "--refine"),
     ],
 )
-def test_too_little_memory_is_blamed_on_the_option_that_needs_it(
-    config_only, monkeypatch, refused, options, field, advice
-):
-    monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 16 << 30)
-    request = ConvertRequest(model=config_only, out="OUT", **{**FOLD, **options})
+def test_a_stage_that_holds_the_whole_model_is_named(check, refused, options, field, advice):
     with refused() as caught:
-        memory.check_memory(make_plan(request, checkpoint_from_config(request.model)))
+        check(20, **options)
     assert caught.value.field == field
     assert advice in caught.value.message
+
+
+def test_a_card_that_is_too_small_is_told_from_too_little_ram(check, refused):
+    check(40, 40)
+    for host, advice in ((40, "--device cpu"), (6, "--seq-len")):
+        with refused() as caught:
+            check(host, 2)
+        assert advice in caught.value.message
+    with refused() as caught:
+        check(100, 12, polish=100)
+    assert "--device cpu" in caught.value.message
+    assert "GPU" in caught.value.message
+
+
+def test_a_dry_run_of_what_does_not_fit_ends_with_status_2(config_only, monkeypatch):
+    monkeypatch.setattr(memory, "get_free_memory_bytes", lambda name: 2 << 30)
+    command = ["convert", str(config_only), "OUT", "--to", "mqa", "--dry-run"]
+    result = CliRunner().invoke(kvfold, command)
+    assert isinstance(result.exception, InputError)
+    assert result.exception.exit_status == 2
+    assert "RAM " in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +184,7 @@ def test_the_peak_is_what_was_announced(options, wide, tmp_path):
         "precision": "float32",
         **options,
     }
-    announced = run_conversion(**request, dry_run=True).to_dict()["memory_bytes"]
+    announced = run_conversion(**request, dry_run=True).to_dict()["host_memory_bytes"]
     peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
     assert peak < announced < 2.5 * peak

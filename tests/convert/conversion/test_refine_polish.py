@@ -9,7 +9,7 @@ from helpers.checkpoints import assert_same_tensors, read_json, tensors
 from helpers.forked import snapshot
 
 from kvfold.convert import InputError
-from kvfold.convert.conversion import polishing
+from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, compute_latent_norm_weight
 from kvfold.convert.training import budget
@@ -127,6 +127,21 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == 3  # the third step once more
     assert snapshot(tmp_path / "out") == unbroken
+
+
+def test_polishing_in_less_memory_gives_the_same_weights(tmp_path, tiny_reader, monkeypatch):
+    expected = convert(tmp_path / "whole", tiny_reader, **POLISHED)["polish"]
+    monkeypatch.setattr(memory, "MOST_ACTIVATIONS", 0)
+    run = training._run_layer
+    dtypes = set()
+
+    def run_and_note(layer, states):
+        dtypes.add(layer.dtype)
+        return run(layer, states)
+
+    monkeypatch.setattr(training, "_run_layer", run_and_note)
+    assert convert(tmp_path / "stored", tiny_reader, **POLISHED)["polish"] == expected
+    assert dtypes == {torch.float32}
 
 
 @pytest.mark.slow
