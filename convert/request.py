@@ -243,6 +243,11 @@ class ConvertRequest(CalibratedRequest):
         return registry.find_method(self.resolved_method, self.to)
 
     @property
+    def result_kv_heads(self) -> int:
+        """The number of key/value heads of a GQA or MQA result: ``kv_heads``, or 1 for mqa."""
+        return self.kv_heads or 1
+
+    @property
     def calibrated(self) -> bool:
         """True if the conversion runs the model on calibration text."""
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
@@ -270,7 +275,9 @@ class ConvertRequest(CalibratedRequest):
         return parse_number(self.max_shard_size, "B") or 0
 
     def collect_result_options(self) -> dict[str, Any]:
-        """The options that determine the result, by name."""
+        """The options that determine the result, by name. An MLA layout is the requested one; for
+        some models the plan chooses ``kvfold`` instead of the default.
+        """
         left_out = {"calibration"}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}

@@ -70,10 +70,15 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             if request.calibrated:
                 with stages("reading the text and the model"):
                     from kvfold.convert.conversion.calibration import load_source_and_text
-                    from kvfold.convert.conversion.estimate import announce_stages
+                    from kvfold.convert.conversion.estimate import (
+                        time_first_layer_and_announce_stages,
+                    )
 
                     calibration = load_source_and_text(plan, folder, stages)
-                announce_stages(plan, calibration, count_finished_layers(folder), stages)
+                # Converts the first layer on a few tokens only to time it.
+                time_first_layer_and_announce_stages(
+                    plan, calibration, count_finished_layers(folder), stages
+                )
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
 
@@ -120,7 +125,7 @@ def _convert_layers(
     """Convert all layers of the source model in order and write their tensors. A resumed run loads
     the layers in ``journal`` instead of converting them again.
     """
-    if calibration is None:
+    if calibration is None:  # the method reads no text, and no training follows
         # Only here: bytes are copied while it imports torch.
         from kvfold.convert.conversion.layers import fit_layer
 

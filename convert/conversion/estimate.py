@@ -15,7 +15,7 @@ from kvfold.convert.conversion.splits import (
     TRIAL_CALIBRATION,
     TRIAL_HELD_OUT,
     TRIAL_LAYERS,
-    choose_rotary_slots,
+    choose_slots_of_all_layers,
 )
 from kvfold.convert.formatting import format_duration, format_labeled_rows
 from kvfold.convert.progress import ProgressStages
@@ -36,11 +36,14 @@ _ATTENTION = 0.5
 _LOGITS = 2.7
 
 
-def announce_stages(
+def time_first_layer_and_announce_stages(
     plan: Plan, calibration: Calibration, finished: int, stages: ProgressStages
 ) -> None:
-    """Print the stages of the run with an estimate of the time that each takes, and let ``stages``
-    know it. The ``finished`` layers of an interrupted run take no time.
+    """Convert layer 0 as a trial on a few tokens, whose result is discarded, and print the stages
+    of the run with the time that each will take by this trial; ``stages`` gets the times too.
+
+    The ``finished`` layers of an interrupted run take no time. Does nothing if the run is quiet, has
+    a progress callback or several processes.
     """
     if plan.request.quiet or stages.progress or processes.world_size() > 1:
         return
@@ -53,13 +56,19 @@ def announce_stages(
 
 
 def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict[str, float]:
-    """Return about how many seconds each stage of the run takes, by name."""
+    """Return about how many seconds each stage of the run takes, by name; converts layer 0 on a
+    few tokens to measure it.
+    """
     request = plan.request
     source = calibration.source
     tokens = calibration.tokens
     length = request.calibration_length
     few = tokens.calibration[: max(1, _TRIAL_TOKENS // length)]
-    trial = plan if plan.latent is None else plan.with_rotary_slots(choose_rotary_slots(plan, []))
+    trial = (
+        plan
+        if plan.latent is None
+        else plan.with_rotary_slots(choose_slots_of_all_layers(plan, []))
+    )
     tokens_of_trial = replace(tokens, calibration=few, held_out=few)
     walk = open_walk(trial, replace(calibration, tokens=tokens_of_trial), 1, 0)
     hidden = embed_tokens(source, few[:1, :8])

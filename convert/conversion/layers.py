@@ -131,7 +131,7 @@ def fit_layer(
         layer = FoldLayer(
             index=index,
             weights=read_source_layer(plan, index),
-            kv_heads=request.kv_heads or 1,
+            kv_heads=request.result_kv_heads,
             rotary=get_fold_rotary(plan, index),
             context=min(positions, model.layers[index].window or positions),
             std=plan.geometry.initializer_range,
@@ -163,7 +163,7 @@ def fit_layer(
         layer = replace(
             layer, measure_error=walk_layer.measure_error, statistics=walk_layer.statistics
         )
-    return plan.method.convert_layer(layer)
+    return plan.method.fit_weights(layer)
 
 
 def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:

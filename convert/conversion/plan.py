@@ -229,7 +229,7 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     key/value heads does not suit the model.
     """
     method = request.chosen_method
-    kv_heads = request.kv_heads or 1
+    kv_heads = request.result_kv_heads
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
         raise option_error(
             "method",

@@ -103,7 +103,7 @@ def choose_rotary_slots_and_cache_split(
     layers; otherwise the weights alone choose.
     """
     if calibration is None or not plan.method.reads_text:
-        return plan.with_rotary_slots(choose_rotary_slots(plan, [])), []
+        return plan.with_rotary_slots(choose_slots_of_all_layers(plan, [])), []
     survey = survey_layers(plan, calibration, stages, plan.request.budget is not None)
     return choose_cache_split(plan, calibration, survey, stages)
 
@@ -138,7 +138,7 @@ def survey_layers(
     return SourceSurvey(processes.broadcast_from_rank0(lambda: surveys), probes)
 
 
-def choose_rotary_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
+def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
     """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by ``surveys``,
     which has statistics of every layer. In layout engine the keys turn at the frequencies that
     engines compute, which may differ from those of the pairs.
@@ -180,17 +180,19 @@ def choose_cache_split(
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
     into latent channels and rotary dims. Also returns all splits tried, as JSON values.
+
+    Without ``--budget`` the split is the requested one, and only the rotary pairs are chosen.
     """
     request = plan.request
     if request.budget is None:
-        return plan.with_rotary_slots(choose_rotary_slots(plan, survey.layers)), []
+        return plan.with_rotary_slots(choose_slots_of_all_layers(plan, survey.layers)), []
     plans = [
         plan_mla(request, plan.checkpoint, plan.model, spec)
         for spec in list_mla_specs(request, plan.model)
     ]
     trials = []
     for split in stages.iterate_over("splits", plans, len(plans), "split"):
-        split = split.with_rotary_slots(choose_rotary_slots(split, survey.layers))
+        split = split.with_rotary_slots(choose_slots_of_all_layers(split, survey.layers))
         trials.append(SplitTrial(split, measure_kl_of_split(split, calibration, survey)))
     if request.refine:
         # Refined are the best few, and the splits that more engines serve than the best.

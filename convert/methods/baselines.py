@@ -31,7 +31,7 @@ class MeanPooling(_PoolingMethod):
         " uptraining"
     )
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with each group of key/value heads replaced by their mean."""
         from kvfold.convert.transforms.fold import pool
 
@@ -48,7 +48,7 @@ class FirstHeadPooling(_PoolingMethod):
         " uptraining"
     )
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with each group of key/value heads replaced by its first head."""
         from kvfold.convert.transforms.fold import pool
 
@@ -66,7 +66,7 @@ class RandomHeads(_PoolingMethod):
         " trained before use"
     )
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with new random keys and values in place of each group of heads."""
         from kvfold.convert.transforms.fold import pool
 
@@ -89,7 +89,7 @@ class RepeatedHeads(_PoolingMethod):
         " cache that more devices can share"
     )
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with each key/value head repeated."""
         from kvfold.convert.transforms.fold import pool
 
@@ -110,7 +110,7 @@ class SvdLatent(Method):
         " model needs uptraining"
     )
 
-    def convert_layer(self, layer: LatentLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: LatentLayer) -> ConvertedLayer:
         """Return the layer converted to latent attention by a truncated SVD of its weights."""
         from kvfold.convert.transforms.head_norms import linearize_norms
         from kvfold.convert.transforms.latent.factorization import factor_by_svd

@@ -51,7 +51,7 @@ class PrincipalFold(Method):
         " absorb the change"
     )
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with folded key/value heads, and the chosen groups of heads as notes."""
         from kvfold.convert.transforms.sinks import weight_tokens_by_attention
 

@@ -29,7 +29,7 @@ class PrincipalLatent(Method):
         " absorb the change"
     )
 
-    def convert_layer(self, layer: LatentLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: LatentLayer) -> ConvertedLayer:
         """Return the layer converted to latent attention by the fit with the least
         held-out error.
         """

@@ -1,7 +1,7 @@
 """The registry of methods and objectives: a decorator registers each of them by name; no other list
 contains the names.
 
-A method converts a layer: its ``convert_layer`` computes a `ConvertedLayer` from a `FoldLayer` or a
+A method converts a layer: its ``fit_weights`` computes a `ConvertedLayer` from a `FoldLayer` or a
 `LatentLayer`. An objective is the error that a fold minimizes: an object that implements
 ``transforms.fold.heads.Objective``. CONTRIBUTING.md has an example of each.
 
@@ -134,7 +134,7 @@ class LatentLayer(SourceLayer):
 
 class Method:
     """Base class of conversion methods. A subclass sets the attributes and implements
-    `convert_layer`.
+    `fit_weights`.
 
     name: the NAME of ``--method NAME``.
     targets: the values of ``--to`` for which it is available.
@@ -155,7 +155,7 @@ class Method:
     needs_linear_keys = False
     takes_objective = False
 
-    def convert_layer(self, layer: Any) -> ConvertedLayer:
+    def fit_weights(self, layer: Any) -> ConvertedLayer:
         """Convert ``layer``, a `LatentLayer` for target mla and a `FoldLayer` otherwise.
 
         Implemented in ``fold.py``, ``mla.py`` and ``baselines.py``.

@@ -12,7 +12,7 @@ class Loudest(Method):
     pools = True
     card = "Each group keeps its loudest head"
 
-    def convert_layer(self, layer: FoldLayer) -> ConvertedLayer:
+    def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         norms = layer.weights.k.norm(dim=(1, 2)).tolist()
         size = len(norms) // layer.kv_heads
         chosen = [
