@@ -307,7 +307,7 @@ def require_finite_predictions(model: str, figures: Iterable[float]) -> None:
     """
     if not all(map(math.isfinite, figures)):
         raise InputError(
-            f"{model}: its predictions are NaN or infinite; download it or convert again (`kvfold"
+            f"{model}: its predictions are NaN or infinite; download or convert it again (`kvfold"
             " verify` finds damaged tensors of a result)"
         )
 

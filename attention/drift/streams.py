@@ -5,13 +5,13 @@ Two models can process the same tokens side by side with only one layer of each 
 ``make_layer_stream`` wraps loaded models; checkpoints on disk have their own streams. Shapes: ``B``
 sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary.
 
-Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a
-stock model whose decoder layers are replaced by stand-ins. Its own forward then reveals the
-arguments of each layer, and computes logits from any residual stream::
+Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. The decoder
+layers of a stock model are replaced by stand-ins. Its own forward then reveals the arguments of
+each layer, and computes logits from any residual stream::
 
     tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
                                  |   ^
-              hidden, Arguments  v   |  hidden states to continue with, or Stop
+              LayerArguments     v   |  hidden states to continue with, or StopForward
                            layer_function(index, hidden, arguments)
 """
 

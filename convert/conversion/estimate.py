@@ -42,8 +42,8 @@ def time_first_layer_and_announce_stages(
     """Convert layer 0 as a trial on a few tokens, whose result is discarded, and print the stages
     of the run with the time that each will take by this trial; ``stages`` gets the times too.
 
-    The ``finished`` layers of an interrupted run take no time. Does nothing if the run is quiet, has
-    a progress callback or several processes.
+    The ``finished`` layers of an interrupted run take no time. Does nothing if the run is quiet,
+    has a progress callback or several processes.
     """
     if plan.request.quiet or stages.progress or processes.world_size() > 1:
         return

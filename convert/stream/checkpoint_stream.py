@@ -108,7 +108,7 @@ class CheckpointStream:
 
     def use_training_precision(self) -> AbstractContextManager[Any]:
         """Return a context manager that runs matrix products in the autocast dtype, for calibration
-        passes and training steps. Without one, it changes nothing.
+        passes and training steps. If the stream has no autocast dtype, it changes nothing.
         """
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 

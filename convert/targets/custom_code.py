@@ -95,8 +95,8 @@ def build_custom_config(
     dtype: str | None,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """Return ``config.json`` in layout ``kvfold``. ``facts`` are the entries of its block
-    ``kvfold`` that only GQA, or only MLA, has.
+    """Return ``config.json`` for layout ``kvfold``. ``facts`` are the entries of its key ``kvfold``
+    that depend on the kind of attention, GQA or MLA.
 
     ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Where the source has
     others for texts above a number of tokens, ``short_context``, both are in the block.

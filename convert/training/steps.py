@@ -207,8 +207,8 @@ def has_constant_channel(checkpoint: Checkpoint) -> bool:
 
 
 def check_constant_channel(state: NamedTensors, checkpoint: Checkpoint) -> None:
-    """Raise KvfoldError if training changed the latents' constant channel: ``state`` must contain
-    the same values as ``checkpoint``.
+    """Raise KvfoldError if training changed the latents' constant channel (the slice that carries
+    biases) or the latents' norms: only there must ``state`` equal ``checkpoint``.
     """
     frozen = {name: s for name, s in find_constant_slices(state).items() if s.pace == 0}
     for name in [*list_latent_norms(state), *frozen]:

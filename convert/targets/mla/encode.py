@@ -179,8 +179,9 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
 
 
 def _compute_norm_remainder(rank: int) -> float:
-    """Return the factor by which the latent's norm differs from a power of two. The weights that
-    read the latent are multiplied by it, so that the result is unchanged.
+    """Return ``CONSTANT / sqrt(R)``, by which the RMSNorm of a latent divides, relative to the
+    nearest power of two (`compute_latent_norm_weight`). The weights that read the latent are
+    multiplied by this ratio, so that the norm has no effect.
     """
     return CONSTANT / math.sqrt(rank) / compute_latent_norm_weight(rank)
 
@@ -198,8 +199,8 @@ def _zeros_if_none(bias: Tensor | None, like: Tensor) -> Tensor:
 
 
 def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
-    """Pad heads and rotary keys with zeros to the sizes that layout engine stores, so that the MLA
-    kernels of engines support them.
+    """Pad heads and rotary keys with zeros to the sizes stored in layout ``engine``, which the MLA
+    kernels of inference engines support.
     """
     nope, value = spec.choose_head_dims(latent.value_dim)
     rope = spec.rope_dim

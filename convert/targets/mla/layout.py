@@ -254,8 +254,9 @@ class MlaCheckpoint(OutputCheckpoint):
         return {prefixes.to_wrapped_name(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
-        """Return this checkpoint with its config.json, whose rotary frequencies are ``theta
-        [layers][P/2]`` in radians per position. All layers of a stock class use those of the first.
+        """Return this checkpoint with its config.json filled in for the rotary frequencies ``theta
+        [layers][P/2]``, in radians per position. A stock class has one set for all layers: that of
+        the first.
         """
         if self.spec.layout == "kvfold":
             facts = _build_custom_mla_entries(self.model, self.spec)

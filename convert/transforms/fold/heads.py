@@ -161,8 +161,7 @@ def share_dims(moments: Tensor, metric: Tensor) -> SharedHead:
 
 def apply_metric_root(moments: Tensor, root: Tensor) -> Tensor:
     """Return the second moments ``[m * D, m * D]`` of heads that are each multiplied by ``root [m,
-    D, D]``, from their second ``moments
-    [m, D, m, D]``.
+    D, D]``, from their second ``moments [m, D, m, D]``.
     """
     joint = torch.einsum("jab,jbkc,kdc->jakd", root, moments, root)
     return joint.flatten(2).flatten(0, 1)

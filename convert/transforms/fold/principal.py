@@ -178,8 +178,9 @@ def _fold_values(
 def _balance_row_norms(
     heads: Sequence[SharedHead], projections: Tensor, blocks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return all groups' ``encode [g, m, D, D]`` and ``decode [n, D, D]``, scaled so that a shared
-    head's rows have the mean norm of the rows ``projections [G, D, F]`` that it replaces.
+    """Return all groups' ``encode [g, m, D, D]`` and ``decode [n, D, D]`` (``g`` groups of ``m``
+    heads, ``n`` maps back), scaled so that a shared head's rows have the mean norm of the rows
+    ``projections [G, D, F]`` that it replaces.
 
     ``blocks [D, D]`` has ones where two dims are in one block, else zeros.
     """

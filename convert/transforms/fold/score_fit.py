@@ -135,8 +135,9 @@ def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor,
 
 
 def average_dim_rotations(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
-    """Return the average rotations ``E e^{-i (w_a - w_b) delta}`` of a head's dims, ``[H, D, D]``,
-    for the attention ``profile [H, S]`` by distance and ``context`` positions.
+    """Return the average rotations ``E e^{-i (w_a - w_b) delta}`` of a head's dims with angular
+    speeds ``w``, ``[H, D, D]``, over distances ``delta`` drawn from the attention ``profile [H,
+    S]`` mixed with distances up to ``context``.
     """
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))

@@ -2,11 +2,11 @@
 arXiv:2405.04434).
 
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent,
-``P`` rotary dims, ``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down
-x + down_bias`` and one rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need
-to be cached per token. ``R`` counts the channels of ``c``. Layout ``free`` stores one more, which
-is
-constant: ``--kv-rank`` counts it, the transforms do not.
+``P`` rotary dims, ``N`` unrotated dims of a query head (the source's whole head dim: the rotary
+dims come on top), ``D`` dims of a value head. Only ``c = down x + down_bias`` and one rotary key
+``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached per token. ``R`` counts
+the channels of ``c``. Layout ``free`` stores one more, which is constant: ``--kv-rank`` counts it,
+the transforms do not.
 """
 
 from dataclasses import dataclass

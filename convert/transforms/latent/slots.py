@@ -173,7 +173,7 @@ def survey_layer(
 
 
 def average_surveys(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
-    """Return the mean survey of all layers with rotary embedding, of which there must be one."""
+    """Return the mean survey of the layers that have rotary embedding; at least one must."""
     rotating = [survey for survey in surveys if survey.theta.numel()]
     worth = torch.stack([survey.worth for survey in rotating]).mean(0)
     return LayerSurvey(worth, rotating[0].theta)
