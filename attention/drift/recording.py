@@ -118,7 +118,7 @@ class OpenLayer:
         """
         layer = self.module
         tensors = {name: self._cast(tensor) for name, tensor in self.tensors.items()}
-        hidden = hidden.to(next(iter(tensors.values())).device)
+        hidden = hidden.to(next(iter(tensors.values()), hidden).device)
         arguments = self.arguments(hidden)
         args = (hidden, *arguments.args)
         result = None

@@ -303,9 +303,9 @@ def _count_polish_activations(sizes: Sizes) -> int:
 
 def estimate_memory_and_disk(plan: Plan, on_gpu: bool | None = None) -> ResourceNeeds:
     """Return the bytes of memory that each process needs on the host and on the card, and the bytes
-    of disk space for the output. The host's are within 15 % of what was measured at widths of 4096;
-    the card's follow from the same tensors, and were not measured. ``on_gpu`` is by default what
-    the request says.
+    of disk space for the output. The host's constants are from one run at a width of 4096 (a fit of
+    MLA, and its refinement); the card's bytes follow from the same tensors, and were not measured.
+    ``on_gpu`` is by default what the request says.
     """
     source = plan.checkpoint.folder
     extra = sum((source / name).stat().st_size for name in list_files_besides_weights(source))
@@ -319,9 +319,11 @@ def estimate_memory_and_disk(plan: Plan, on_gpu: bool | None = None) -> Resource
 
 def uses_gpu(plan: Plan) -> bool:
     """Return whether the run of ``plan`` computes on a card."""
+    if not plan.request.calibrated:
+        return False
     from kvfold.convert.device import choose_device  # imports torch, which takes seconds
 
-    return plan.request.calibrated and choose_device(plan.request.device).type == "cuda"
+    return choose_device(plan.request.device).type == "cuda"
 
 
 def source_writes_text(plan: Plan) -> bool:

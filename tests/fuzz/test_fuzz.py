@@ -214,26 +214,33 @@ def test_chat_templates_without_end(seeds, tmp_path_factory, template):
 STATE_FILES = [".journal.json", ".precision", ".polish.pt"]
 
 
-@pytest.mark.slow
-@FUZZ
-@given(data=st.data(), name=st.sampled_from(STATE_FILES))
-def test_damaged_files_of_a_killed_run(seeds, tmp_path_factory, data, name):
-    """The run starts over, or goes on; either way it ends in the same output."""
+@pytest.fixture(scope="module")
+def killed_run(seeds, tmp_path_factory):
+    """The command of a run that was killed after its last layer, its folder, and a copy of that."""
     case = tmp_path_factory.getbasetemp() / "state"
     line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "26"]
     line += ["--calibration", str(seeds / "text.txt"), *RUN.split()]
 
-    def convert(killed):
-        if killed:
-            output.complete_output = lambda *_: os._exit(9)
+    def convert():
+        output.complete_output = lambda *_: os._exit(9)
         main(line)
 
-    shutil.rmtree(case, ignore_errors=True)
     (case / "log").mkdir(parents=True)
-    assert forked.run(case / "log", lambda: convert(True)).status == 9
+    assert forked.run(case / "log", convert).status == 9
+    return line, case, shutil.copytree(case, case.with_name("state copy"))
+
+
+@pytest.mark.slow
+@settings(FUZZ, max_examples=max(1, COUNT // 4))  # each trains
+@given(data=st.data(), name=st.sampled_from(STATE_FILES))
+def test_damaged_files_of_a_killed_run(killed_run, data, name):
+    """The run starts over, or goes on; either way it ends in the same output."""
+    line, case, copy = killed_run
+    shutil.rmtree(case, ignore_errors=True)
+    shutil.copytree(copy, case)
     (stored,) = case.glob(f".out.kvfold-*/{name}")
     stored.write_bytes(data.draw(broken_bytes(stored.read_bytes())))
-    end = forked.run(case / "log", lambda: convert(False))
+    end = forked.run(case / "log", lambda: main(line))
     check_end(end, line)
     assert end.status == 0, end.stderr
     assert sorted(path.name for path in case.iterdir()) == ["log", "out"]

@@ -84,7 +84,8 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     assert record["polish"]["kept"] == 0
     shown = capsys.readouterr().err.splitlines()
     estimate = next(line for line in shown if line.startswith("stages"))
-    assert re.search(r"convert \d+ s, polish \d+ s, measure \d+ s: about \d+ s in all", estimate)
+    times = r"convert \d+ s, polish \d+ s, measure \d+ s, positions \d+ s: about \d+ s in all"
+    assert re.search(times, estimate)
     lines = [line for line in shown if line.startswith("polished")]
     assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]
     convert(tmp_path / "plain", tiny_reader, **MQA)
