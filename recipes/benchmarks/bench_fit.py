@@ -4,8 +4,9 @@
     python recipes/benchmarks/bench_fit.py --work /scratch --only qwen2.5-7b --profile
 
 Two layers of each shape in random weights, which say nothing about quality, with a vocabulary of
-2048, on 8 x 256 tokens, in one thread and a process of its own. `forward` is the stock model's pass
-over the calibration tokens. `--against SRC` also measures the `src` of another commit.
+2048, on 8 x 256 tokens, in one thread and a process of its own, without the loss by position.
+`forward` is the stock model's pass over the calibration tokens. `--against SRC` also measures the
+`src` of another commit.
 """
 
 import argparse
@@ -101,6 +102,7 @@ def measure_conversion(folder: Path, out: Path, target: str, profile: bool) -> R
         seq_len=LENGTH,
         device="cpu",
         precision="float32",
+        **({"positions": False} if hasattr(ConvertRequest, "positions") else {}),
         overwrite=True,
         quiet=True,
     )
