@@ -37,7 +37,7 @@ from kvfold.convert.cli import kvfold, main
 from kvfold.convert.conversion import output
 from kvfold.convert.errors import InputError
 
-COUNT = int(os.environ.get("KVFOLD_INPUTS", "25"))
+COUNT = int(os.environ.get("KVFOLD_INPUTS", "20"))
 FUZZ = settings(
     max_examples=COUNT,
     deadline=None,
@@ -231,7 +231,7 @@ def killed_run(seeds, tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=max(1, COUNT // 4))  # each trains
+@settings(FUZZ, max_examples=max(1, COUNT // 5))  # each trains
 @given(data=st.data(), name=st.sampled_from(STATE_FILES))
 def test_damaged_files_of_a_killed_run(killed_run, data, name):
     """The run starts over, or goes on; either way it ends in the same output."""
