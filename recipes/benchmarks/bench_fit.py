@@ -17,6 +17,7 @@ import pstats
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,8 +179,9 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        out = args.work / "converted"
-        row = measure_conversion(args.work / args.only[0], out, args.targets[0], args.profile)
+        model = args.work / args.only[0]
+        with tempfile.TemporaryDirectory(dir=args.work) as folder:
+            row = measure_conversion(model, Path(folder) / "out", args.targets[0], args.profile)
         print(json.dumps(row))
         return
     header = {**conditions(), "commit": commit(), "layers": LAYERS}
