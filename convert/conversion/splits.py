@@ -139,9 +139,9 @@ def survey_layers(
 
 
 def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
-    """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by ``surveys``,
-    which has statistics of every layer. In layout engine the keys turn at the frequencies that
-    engines compute, which may differ from those of the pairs.
+    """Return the rotary pairs (slots) that the MLA keys of each layer keep, chosen by the
+    statistics in ``surveys``, one per layer. With layout ``engine``, each kept pair rotates at the
+    frequency that inference engines compute, which may differ from the source's.
 
     Without surveys, the choice is a uniform stride over the source's frequencies.
     """

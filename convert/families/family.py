@@ -138,7 +138,7 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _explain_refusal(config: Mapping[str, Any]) -> str:
-    """Why no family can hold the model of this ``config``, in words that follow its type."""
+    """Why the model of this ``config`` is not supported: a phrase to put after its model type."""
     levels = [config, config.get("text_config"), config.get("language_config")]
     for row in _REFUSED:
         for level in levels:

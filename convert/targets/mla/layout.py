@@ -146,9 +146,9 @@ def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> d
 def fit_yarn_parameters(
     model: Model, spec: MlaSpec, theta: Sequence[float]
 ) -> tuple[dict[str, Any], list[float]]:
-    """Return the rope parameters of YaRN with ``spec.rope_dim`` dims that come nearest to the
-    frequencies ``theta [n]``, every ``step``-th of the source's, and the ``n`` frequencies that
-    every reader of these parameters computes.
+    """Return the YaRN rope parameters for ``spec.rope_dim`` dims whose frequencies are nearest to
+    ``theta [n]``, those of the rotary pairs that are kept, and the ``n`` frequencies that loaders
+    compute from these parameters.
 
     Plain RoPE is YaRN of factor 1. The loaders of engines read any other type of a DeepSeek config
     as YaRN too, as DeepSeek-V3 has it: the first pairs of plain RoPE, then a blend that is linear

@@ -317,8 +317,8 @@ def _multiply(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _multiply_heads(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum over heads of ``left [H, n, D] right [H, D, m]`` in float64, ``[n, m]``,
-    computed in the dtype of ``right``.
+    """Return the sum over heads of ``left [H, n, D] right [H, D, m]``, ``[n, m]``: multiplied in
+    the dtype of ``right``, returned in that of ``left``.
     """
     product = left.to(right).transpose(0, 1).flatten(1) @ right.flatten(0, 1)
     return product.to(left)

@@ -275,9 +275,9 @@ def _keep_source_norms(
     factors: LatentFactors,
     distances: DistanceMixture,
 ) -> LatentWeights:
-    """Return ``latent`` with the source's norms on queries and keys kept in the layer. It was
-    fitted to keys that one constant per head divides in place of the norm, so the weights that
-    read the latent are multiplied by that constant.
+    """Return ``latent`` for a layer that keeps the source's norms on queries and keys. It was
+    fitted to keys divided by one constant per head in place of the norm; the weights that read the
+    latent are multiplied by that constant, which undoes the division.
     """
     source = projections.source
     assert projections.divisors is not None
