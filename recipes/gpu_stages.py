@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES, SMALL, make_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 from kvfold.attention import absorb
 from kvfold.attention.kernel import run_latent_kernel
@@ -32,12 +33,13 @@ from kvfold.convert.request import DriftRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-# Attention of known models; the vocabulary is small, because it is no part of what is measured.
-SHAPES = {
-    "llama-2-7b": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
-    "llama-3-8b": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+WIDE = ("llama-2-7b", "llama-3-8b")
+TINY = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
 }
-TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 COPY_SHARE = 0.85  # asked of the kernel at 8k tokens of context and more
 LARGEST_KL_DIFFERENCE = 1e-4  # nats between a card and a CPU, both in float32
 LARGEST_ERROR_RATIO = 2  # of the kernel, relative to the plain formula in the same dtype
@@ -238,23 +240,12 @@ def flashinfer_call(inputs: list[Tensor], scale: float) -> Callable[[], Any]:
     return lambda: wrapper.run(query[:, :, 0], rope[:, :, 0], latents, keys)
 
 
-def make_shape(run: Run, name: str, **changes: Any) -> Path:
-    """A folder with a llama of two layers in random weights, in the shape ``name``."""
-    folder = run.work / name
-    config = AutoConfig.for_model(
-        "llama",
-        **(TINY if run.rehearse else SHAPES[name]),
-        intermediate_size=128 if run.rehearse else 11008,
-        num_hidden_layers=2,
-        vocab_size=2048,
-        max_position_embeddings=8192,
-        **changes,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo_folder()).save_pretrained(folder)
-    return folder
+def make_shape(run: Run, name: str) -> Path:
+    """A folder with a llama of two layers in random weights, with the attention of ``name``; MLPs
+    are equally wide, so that steps differ by their attention.
+    """
+    sizes = {"intermediate_size": 11008, "vocab_size": SMALL} | (TINY if run.rehearse else {})
+    return make_model(run.work / name, SHAPES[name], **sizes)
 
 
 def decode(run: Run) -> Iterator[Row]:
@@ -292,7 +283,7 @@ def measure_step(run: Run, folder: Path, batch: int, context: int) -> Row:
 def convert(run: Run) -> Iterator[Row]:
     """Fits at the widths of 7B and 8B, two layers each, then of a whole model."""
     rank, rope = (16, 8) if run.rehearse else (512, 64)
-    for name in SHAPES:
+    for name in WIDE:
         folder = make_shape(run, name)
         for layout in ("free", "engine"):
             options = {"to": "mla", "kv_rank": rank, "rope_dim": rope, "layout": layout}

@@ -12,11 +12,8 @@ Two layers of each shape in random weights, which say nothing about quality, wit
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,21 +22,10 @@ from typing import Any
 
 import torch
 from measured import Row, commit, conditions, continue_rows
+from shapes import SHAPES, SMALL, make_model, run_in_child
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.data import demo_folder
 
-_WIDE = {"hidden_size": 4096, "num_attention_heads": 32}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {**_WIDE, "intermediate_size": 11008},
-    "llama-3-8b": {**_WIDE, "num_key_value_heads": 8, "intermediate_size": 14336},
-    "qwen2.5-7b": {
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-    },
-}
 _LATENT = {"to": "mla", "kv_rank": 512, "rope_dim": 64}
 TARGETS: dict[str, dict[str, Any]] = {
     "GQA-8": {"to": "gqa", "kv_heads": 8},
@@ -58,26 +44,6 @@ PARTS = {
     "passes": ("walk.py", "_run_layer"),
     "output fit": ("output_fit.py", "refit_output_projection"),
 }
-
-
-def make_shape(folder: Path, name: str) -> None:
-    """Write a model of the shape ``name`` in random weights, with the tokenizer that ships."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    if folder.exists():
-        return
-    kind = "qwen2" if name.startswith("qwen") else "llama"
-    config = AutoConfig.for_model(
-        kind,
-        **SHAPES[name],
-        num_hidden_layers=LAYERS,
-        vocab_size=2048,
-        max_position_embeddings=8192,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo_folder()).save_pretrained(folder)
 
 
 def measure_forward(folder: Path) -> float:
@@ -135,25 +101,19 @@ def measure_rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     codes = {"this": None} | ({"other": args.against} if args.against else {})
     for shape in args.only or SHAPES:
         folder = args.work / shape
-        make_shape(folder, shape)
+        if not folder.exists():
+            make_model(folder, SHAPES[shape], LAYERS, vocab_size=SMALL)
         for target in args.targets or TARGETS:
-            for code, path in codes.items():
-                impossible = target == "GQA-8" and "num_key_value_heads" in SHAPES[shape]
+            for code, source in codes.items():
+                impossible = target == "GQA-8" and shape != "llama-2-7b"
                 impossible |= target == "MLA engine" and shape.startswith("qwen")  # has biases
                 if (shape, target, code) in known or impossible:
                     continue
-                command = [sys.executable, "-P", __file__, "--work", str(args.work)]
-                command += ["--only", shape, "--targets", target, "--child"]
-                command += ["--profile"] * args.profile
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                folders = [*([str(path)] if path else []), str(Path(__file__).parent)]
-                environment["PYTHONPATH"] = os.pathsep.join(
-                    [*folders, os.environ.get("PYTHONPATH", "")]
-                )
-                result = subprocess.run(command, env=environment, stdout=-1, text=True, check=True)
-                if args.profile:
-                    print(result.stdout)
-                row = json.loads(result.stdout.splitlines()[-1])
+                arguments = ["--work", str(args.work), "--only", shape, "--targets", target]
+                arguments += ["--child", *["--profile"] * args.profile]
+                row, profile = run_in_child(__file__, arguments, source)
+                if profile:
+                    print(profile)
                 yield {"shape": shape, "target": target, "code": code, **row}
 
 

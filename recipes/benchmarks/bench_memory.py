@@ -10,17 +10,14 @@ vocabularies have 2048 tokens, `full` ones the model's own. A card's memory is n
 
 import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from measured import Row, commit, conditions, continue_rows
+from shapes import SHAPES, SMALL, make_model, run_in_child
 
 from kvfold.convert import (
     ConvertRequest,
@@ -32,17 +29,8 @@ from kvfold.convert import (
 )
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion import memory
-from kvfold.convert.data import demo_folder
 from kvfold.convert.stream.stock import load_config
 
-SHAPES: dict[str, dict[str, int]] = {
-    "llama-2-7b": {"intermediate_size": 11008, "vocab_size": 32000},
-    "llama-3-8b": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-}
 _MQA = {"to": "mqa", "method": "mean"}
 _LATENT = {"to": "mla", "kv_rank": 512, "rope_dim": 64}
 CONVERSIONS: dict[str, dict[str, Any]] = {
@@ -55,19 +43,6 @@ RUNS = (*CONVERSIONS, "drift", "uptrain")
 LAYERS = {"uptrain": 1}  # 16 bytes an element
 SAMPLES = 8
 LENGTH = 256
-
-
-def make_shape(folder: Path, name: str, vocabulary: int, layers: int) -> None:
-    """Write a model of the shape ``name`` in random weights, with the tokenizer that ships."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    sizes = SHAPES[name] | {"hidden_size": 4096, "num_attention_heads": 32}
-    sizes |= {"num_hidden_layers": layers, "vocab_size": vocabulary}
-    config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=8192)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(demo_folder()).save_pretrained(folder)
 
 
 def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
@@ -85,7 +60,7 @@ def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
             overwrite=True,
             quiet=True,
         )
-        estimate = memory.estimate_memory_and_disk(convert_checkpoint(request).plan).host
+        estimate = memory.estimate_memory(convert_checkpoint(request).plan, on_gpu=False).host
     elif run == "drift":
         sizes = {"samples": SAMPLES, "seq_len": LENGTH, "text": str(text), "device": "cpu"}
         drift_checkpoints(DriftRequest(str(folder), str(folder), **sizes, quiet=True))
@@ -120,24 +95,17 @@ def measure_rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     known = {(row["shape"], row["vocabulary"], row["run"]) for row in done}
     for shape in args.only or SHAPES:
         for size in args.vocabulary or ("small", "full"):
-            vocabulary = 2048 if size == "small" else SHAPES[shape]["vocab_size"]
+            vocabulary = SMALL if size == "small" else SHAPES[shape]["vocab_size"]
             for run in args.runs or RUNS:
                 if (shape, vocabulary, run) in known:
                     continue
                 layers = LAYERS.get(run, 2)
                 folder = args.work / f"{shape}-{size}-{layers}"
-                script = [sys.executable, "-P", __file__, "--work", str(args.work)]
-                script += ["--only", shape, "--vocabulary", size, "--text", str(args.text)]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                environment["PYTHONPATH"] = os.pathsep.join(
-                    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-                )
-                for child in ["make"] * (not folder.exists()) + [run]:
-                    command = [*script, "--runs", run, "--child", child]
-                    result = subprocess.run(
-                        command, env=environment, stdout=-1, text=True, check=True
-                    )
-                row = json.loads(result.stdout.splitlines()[-1])
+                arguments = ["--work", str(args.work), "--text", str(args.text), "--runs", run]
+                arguments += ["--only", shape, "--vocabulary", size, "--child"]
+                if not folder.exists():
+                    run_in_child(__file__, [*arguments, "make"])
+                row, _ = run_in_child(__file__, [*arguments, run])
                 yield {"shape": shape, "vocabulary": vocabulary, "run": run, **row}
 
 
@@ -173,7 +141,8 @@ def main() -> None:
     layers = LAYERS.get(run, 2)
     folder = args.work / f"{shape}-{size}-{layers}"
     if args.child == "make":
-        make_shape(folder, shape, 2048 if size == "small" else SHAPES[shape]["vocab_size"], layers)
+        small = {"vocab_size": SMALL} if size == "small" else {}
+        make_model(folder, SHAPES[shape], layers, **small)
         print(json.dumps({}))
     else:
         print(json.dumps(measure_run(folder, args.work / f"out-{shape}-{run}", args.text, run)))
