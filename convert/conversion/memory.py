@@ -25,9 +25,10 @@ from kvfold.convert.training.budget import (
     count_polish_steps,
 )
 
-# Bytes. Libraries, by recipes/benchmarks/bench_memory.py, which all constants here are from: torch
-# alone; with transformers, a tokenizer and a first pass. With CUDA, and of a card its context and
-# workspaces: not measured.
+# Constants of the host are from one fit and refinement of two layers of width 4096;
+# recipes/benchmarks/bench_memory.py measures them. Bytes of libraries: torch alone; with
+# transformers, a tokenizer and a first pass. With CUDA, and of a card its context and workspaces:
+# not measured.
 _BASE = 480 * 10**6
 _BASE_WITH_TEXT = 550 * 10**6
 _BASE_WITH_CUDA = 3 * 10**9
@@ -77,14 +78,13 @@ class Need(NamedTuple):
     advice: str
 
 
-class ResourceNeeds(NamedTuple):
-    """The bytes that one process needs: ``host`` and ``card`` are the peaks of memory, 0 without a
-    card; ``disk`` is for the output with headers and side files, and for the state of polishing.
+class MemoryPeaks(NamedTuple):
+    """The most bytes of memory that one process needs on the host and on the card, which is 0
+    without a card.
     """
 
     host: int
     card: int
-    disk: int
 
 
 class Sizes(NamedTuple):
@@ -268,7 +268,7 @@ def _estimate_polishing(plan: Plan, sizes: Sizes) -> Need:
     # A layer of the source, which runs between the steps, or the student's own without autocast.
     layer = _FLOAT * sizes.layer
     half = sizes.on_gpu and request.precision != "float32"
-    if needs_checkpointing(plan):
+    if activations > MOST_ACTIVATIONS:
         stored = sum(info.nbytes for info in plan.checkpoint.tensors.values())
         weights = stored * (frozen + trained) // count_elements(plan.checkpoint)
         activations = activations // sizes.layers + _FLOAT * sizes.layers * batch * sizes.width
@@ -301,11 +301,17 @@ def _count_polish_activations(sizes: Sizes) -> int:
     return count_activation_bytes(sizes.layers, sizes.layer, sizes.width, batch)
 
 
-def estimate_memory_and_disk(plan: Plan, on_gpu: bool | None = None) -> ResourceNeeds:
-    """Return the bytes of memory that each process needs on the host and on the card, and the bytes
-    of disk space for the output. The host's constants are from one run at a width of 4096 (a fit of
-    MLA, and its refinement); the card's bytes follow from the same tensors, and were not measured.
-    ``on_gpu`` is by default what the request says.
+def estimate_memory(plan: Plan, on_gpu: bool) -> MemoryPeaks:
+    """Return the bytes of memory that each process of the run of ``plan`` needs, on a CPU or with a
+    card. The card's bytes follow from the tensors that lie there, and were not measured.
+    """
+    needs = [*list_needs(plan, on_gpu)]
+    return MemoryPeaks(max(need.host for need in needs), max(need.card for need in needs))
+
+
+def estimate_disk(plan: Plan) -> int:
+    """Return the bytes of disk space for the output, with headers and side files, and for the state
+    of polishing.
     """
     source = plan.checkpoint.folder
     extra = sum((source / name).stat().st_size for name in list_files_besides_weights(source))
@@ -313,8 +319,7 @@ def estimate_memory_and_disk(plan: Plan, on_gpu: bool | None = None) -> Resource
     if plan.request.polish:
         # Master, two moments and the best weights; a new state is whole before the old one leaves.
         disk += 2 * 4 * _FLOAT * count_trained(plan)
-    needs = [*list_needs(plan, uses_gpu(plan) if on_gpu is None else on_gpu)]
-    return ResourceNeeds(max(need.host for need in needs), max(need.card for need in needs), disk)
+    return disk
 
 
 def uses_gpu(plan: Plan) -> bool:
@@ -342,7 +347,7 @@ def check_memory(plan: Plan) -> None:
     if not plan.request.calibrated:
         return  # what is free is found with torch, which is imported once bytes are copied
     on_gpu = uses_gpu(plan)
-    alone = estimate_memory_and_disk(plan, on_gpu=False).host
+    alone = estimate_memory(plan, on_gpu=False).host
     check_needs(list_needs(plan, on_gpu), on_gpu, alone)
 
 
@@ -421,12 +426,12 @@ def describe_memory(plan: Plan) -> Mapping[str, Any]:
     """Return the bytes needed and free on the host and on the card, by name; None for a card that
     is not used, and where the system reports nothing.
     """
-    needs = estimate_memory_and_disk(plan)
     on_gpu = uses_gpu(plan)
+    peaks = estimate_memory(plan, on_gpu)
     return {
-        "host_memory_bytes": needs.host,
+        "host_memory_bytes": peaks.host,
         "host_memory_free_bytes": get_free_memory_bytes("host"),
-        "card_memory_bytes": needs.card if on_gpu else None,
+        "card_memory_bytes": peaks.card if on_gpu else None,
         "card_memory_free_bytes": get_free_memory_bytes("card") if on_gpu else None,
     }
 

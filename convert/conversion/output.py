@@ -34,7 +34,7 @@ from kvfold.convert.conversion.journal import (
     count_finished_layers,
     remove_resume_files,
 )
-from kvfold.convert.conversion.memory import estimate_memory_and_disk
+from kvfold.convert.conversion.memory import estimate_disk
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.errors import InputError
@@ -68,7 +68,7 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
                     fresh=request.fresh,
                 )
                 folder = stack.enter_context(opened)
-                check_free_space(folder, estimate_memory_and_disk(plan).disk)
+                check_free_space(folder, estimate_disk(plan))
                 return folder
 
             folder = processes.broadcast_from_rank0(create_folder)

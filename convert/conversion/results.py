@@ -19,7 +19,7 @@ from kvfold.convert.conversion.judgment import (
 )
 from kvfold.convert.conversion.memory import (
     describe_memory,
-    estimate_memory_and_disk,
+    estimate_disk,
     get_free_disk_bytes,
 )
 from kvfold.convert.conversion.plan import Plan
@@ -85,7 +85,6 @@ class Conversion:
         """
         plan = self.plan
         if self.written is None:
-            needs = estimate_memory_and_disk(plan)
             facts = {
                 "out": None,
                 "dry_run": True,
@@ -93,7 +92,7 @@ class Conversion:
                     shard.file: sum(tensor.nbytes for tensor in shard.tensors)
                     for shard in plan.shards
                 },
-                "disk_bytes": needs.disk,
+                "disk_bytes": estimate_disk(plan),
                 "free_bytes": get_free_disk_bytes(plan),
                 **describe_memory(plan),
                 **make_record(plan),
@@ -196,7 +195,6 @@ def summarize_plan(plan: Plan) -> str:
     and the memory and disk space needed.
     """
     request = plan.request
-    needs = estimate_memory_and_disk(plan)
     per_process = " per process" if processes.world_size() > 1 else ""
     computed = sum(map(len, plan.output.computed_names))
     copied = len(plan.output.tensors) - computed
@@ -226,6 +224,7 @@ def summarize_plan(plan: Plan) -> str:
         if (free := memory[f"{name}_memory_free_bytes"]) is not None:
             text += f", {format_bytes(free)} free"
         rows_of_memory.append((unit, text + " (estimated, not measured)" * (name == "card")))
-    disk = f"{format_bytes(needs.disk)} needed, {format_bytes(get_free_disk_bytes(plan))} free"
+    needed_on_disk = format_bytes(estimate_disk(plan))
+    disk = f"{needed_on_disk} needed, {format_bytes(get_free_disk_bytes(plan))} free"
     rows += [("disk", disk), *rows_of_memory, ("written", "nothing (--dry-run)")]
     return format_labeled_rows(rows)

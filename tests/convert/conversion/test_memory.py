@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvfold.convert import ConvertRequest, InputError
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import memory
-from kvfold.convert.conversion.memory import estimate_memory_and_disk
+from kvfold.convert.conversion.memory import estimate_memory
 from kvfold.convert.conversion.plan import checkpoint_from_config, make_plan
 
 FOLD = {"to": "gqa", "kv_heads": 8}
@@ -54,7 +54,8 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
 
 def needs(folder, **options):
     request = ConvertRequest(model=folder, out="OUT", **{**FOLD, **options})
-    return estimate_memory_and_disk(make_plan(request, checkpoint_from_config(request.model)))
+    plan = make_plan(request, checkpoint_from_config(request.model))
+    return estimate_memory(plan, on_gpu=False)
 
 
 def test_hidden_states_are_in_memory(config_only, monkeypatch):
@@ -75,7 +76,7 @@ def test_hidden_states_stay_on_the_host_when_a_card_computes(config_only):
     plan = make_plan(
         ConvertRequest(model=config_only, out="OUT", **FOLD), checkpoint_from_config(config_only)
     )
-    on_cpu, with_card = (memory.estimate_memory_and_disk(plan, on_gpu) for on_gpu in (False, True))
+    on_cpu, with_card = (estimate_memory(plan, on_gpu) for on_gpu in (False, True))
     assert on_cpu.card == 0 < with_card.card < on_cpu.host
     states = 4 * 4 * 128 * 512 * 4096
     assert with_card.host > states
