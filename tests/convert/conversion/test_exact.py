@@ -14,6 +14,14 @@ from kvfold.convert.measure.verify import verify_checkpoint
 
 WIDTH = 32
 TOKENS = random_tokens(2, 24)
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}
 
 
 def save(folder, model):
@@ -26,15 +34,10 @@ def qwen3(eps=1e-6):
     """Heads as wide as the model; no norm has the weights that it starts from."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=2048,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **SIZES,
         num_key_value_heads=2,
         head_dim=WIDTH,
         max_position_embeddings=128,
-        initializer_range=0.2,
         rms_norm_eps=eps,
     )
     model = Qwen3ForCausalLM(config)
@@ -101,14 +104,9 @@ def test_layout_engine_is_exact_where_yarn_holds_the_frequencies(tmp_path, subte
     for kind, table in (("yarn", {}), ("llama3", blend)):
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=2048,
-            hidden_size=WIDTH,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
+            **SIZES,
             num_key_value_heads=1,
             max_position_embeddings=256,
-            initializer_range=0.2,
             rms_norm_eps=1e-12,
             rope_parameters={"rope_type": kind, **scaled, **table},
         )
