@@ -46,8 +46,8 @@ def download_model(model: str) -> Path:
     folder, which is named after its commit. Raises InputError if the download fails.
     """
     # config.json, indices and code, besides what is passed on
-    wanted = {CONFIG, INDEX, LEGACY_INDEX}
-    ignored = [pattern for pattern in NOT_PASSED_ON if not any(fnmatch(n, pattern) for n in wanted)]
+    needed = {CONFIG, INDEX, LEGACY_INDEX}
+    ignored = [pattern for pattern in NOT_PASSED_ON if not any(fnmatch(n, pattern) for n in needed)]
     folder = _download_files(model, ignored=["*/*", *ignored])
     for single, index in ((SINGLE, INDEX), LEGACY):
         weights = [single]

@@ -63,15 +63,15 @@ def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict
     source = calibration.source
     tokens = calibration.tokens
     length = request.calibration_length
-    few = tokens.calibration[: max(1, _TRIAL_TOKENS // length)]
+    trial_tokens = tokens.calibration[: max(1, _TRIAL_TOKENS // length)]
     trial = (
         plan
         if plan.latent is None
         else plan.with_rotary_slots(choose_slots_of_all_layers(plan, []))
     )
-    tokens_of_trial = replace(tokens, calibration=few, held_out=few)
+    tokens_of_trial = replace(tokens, calibration=trial_tokens, held_out=trial_tokens)
     walk = open_walk(trial, replace(calibration, tokens=tokens_of_trial), 1, 0)
-    hidden = embed_tokens(source, few[:1, :8])
+    hidden = embed_tokens(source, trial_tokens[:1, :8])
     with source.open_layer(0) as layer:
         layer(hidden[0])  # what the libraries load at their first call counts for no layer
     times = [time.monotonic()]
@@ -85,8 +85,8 @@ def estimate_stages(plan: Plan, calibration: Calibration, finished: int) -> dict
     times.append(time.monotonic())
     run, fit, student, head = (end - start for start, end in pairwise(times))
     # Seconds per token from here on: of a layer, and of the output head.
-    run /= 2 * few.numel()
-    student /= 2 * few.numel()
+    run /= 2 * trial_tokens.numel()
+    student /= 2 * trial_tokens.numel()
     both = run + student
     head /= length
     layers = source.layers

@@ -201,18 +201,18 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     if plan.method.reads_text:
         running += _SUM_SQUARES * square + 2 * _DOUBLE * chunk * sizes.width
         fitting = _FIT_SQUARES * square + _FIT_COPIES * _DOUBLE * sizes.attention
-    kept = 2 * _TRIAL_LAYERS * square * (request.budget is not None)
+    statistics = 2 * _TRIAL_LAYERS * square * (request.budget is not None)
     samples = f"--samples {request.samples} of {sizes.length} tokens"
-    few = "lower --samples or --seq-len"
+    less_text = "lower --samples or --seq-len"
     host = states + fitting
     if not sizes.on_gpu:  # then one after the other
         running = max(running - fitting, 0)
     yield Need(
         host,
-        layer + running + kept,
+        layer + running + statistics,
         "samples",
         f"fitting to {samples} needs",
-        few,
+        less_text,
     )
     if request.refine:
         batch = choose_refine_batch_size(sizes.length) * sizes.length
@@ -222,10 +222,10 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
         training += 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
         yield Need(
             states + _LEFT_SQUARES * square * plan.method.reads_text,
-            layer + examples + training + kept,
+            layer + examples + training + statistics,
             "refine",
             f"--refine on {samples} needs",
-            f"{few}, or convert without --refine",
+            f"{less_text}, or convert without --refine",
         )
     long = min(LONG_LENGTH, plan.geometry.positions)
     compared = min(_LOGITS[sizes.on_gpu], max(sizes.held_out, long) * sizes.vocabulary)
@@ -347,13 +347,13 @@ def check_memory(plan: Plan) -> None:
     if not plan.request.calibrated:
         return  # what is free is found with torch, which is imported once bytes are copied
     on_gpu = uses_gpu(plan)
-    alone = estimate_memory(plan, on_gpu=False).host
-    check_needs(list_needs(plan, on_gpu), on_gpu, alone)
+    on_cpu = estimate_memory(plan, on_gpu=False).host
+    check_needs(list_needs(plan, on_gpu), on_gpu, on_cpu)
 
 
-def check_needs(needs: Iterable[Need], on_gpu: bool, alone: int) -> None:
+def check_needs(needs: Iterable[Need], on_gpu: bool, on_cpu: int) -> None:
     """Raise InputError for the first of ``needs`` that exceeds what is free on the host or, if a
-    run is ``on_gpu``, on the card; ``alone`` is what the host would need without a card.
+    run is ``on_gpu``, on the card; ``on_cpu`` is what the host would need without a card.
     """
     free = {name: get_free_memory_bytes(name) for name in ("host", "card")[: 1 + on_gpu]}
     for need in needs:
@@ -362,8 +362,8 @@ def check_needs(needs: Iterable[Need], on_gpu: bool, alone: int) -> None:
             if available is None or needed <= available:
                 continue
             advice = need.advice
-            if name == "card" and alone <= (free["host"] or 0):
-                advice = f"use --device cpu, which needs {format_bytes(alone)} of RAM"
+            if name == "card" and on_cpu <= (free["host"] or 0):
+                advice = f"use --device cpu, which needs {format_bytes(on_cpu)} of RAM"
             raise InputError(
                 f"{need.cause} about {format_bytes(needed)} of {_DEVICES[name]}, but only"
                 f" {format_bytes(available)} are free; {advice}, or use a machine with more",

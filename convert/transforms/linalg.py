@@ -139,8 +139,7 @@ def find_singular_vectors(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[
     approximate them (Halko et al., arXiv:0909.4061), with most products in float32: a start for
     least squares. Otherwise the decomposition is exact.
     """
-    few = choose_product_dtype(rank, min(rows.shape)) == torch.float32
-    if dtype == torch.float64 or not few:
+    if torch.float64 in (dtype, choose_product_dtype(rank, min(rows.shape))):
         _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
         return sigma[:rank], vectors[:rank]
     single = rows.float()
@@ -221,14 +220,14 @@ def average_rotations(
     and dims that do not rotate; so the conjugates' part of ``phi`` is the conjugate of the pairs'.
     """
     columns = pairs if right_pairs is None else right_pairs
-    # E[p q^T] and E[p conj(q)^T] for pairs p of rows and q of columns, both times 2.
     rows = torch.complex(moment[..., :pairs, :], moment[..., pairs : 2 * pairs, :])
     real = rows[..., :columns]
     imaginary = 1j * rows[..., columns : 2 * columns]
-    turned = phi[..., :pairs, :]
-    same = (real - imaginary) * turned[..., :columns] / 2
-    mirrored = (real + imaginary) * turned[..., columns : 2 * columns] / 2
-    other = rows[..., 2 * columns :] * turned[..., 2 * columns :]
+    factors_of_pairs = phi[..., :pairs, :]
+    # E[p conj(q)^T] and E[p q^T] for pairs p of rows and q of columns, rotated, both halved.
+    same = (real - imaginary) * factors_of_pairs[..., :columns] / 2
+    mirrored = (real + imaginary) * factors_of_pairs[..., columns : 2 * columns] / 2
+    other = rows[..., 2 * columns :] * factors_of_pairs[..., 2 * columns :]
     both = torch.cat([same + mirrored, 1j * (same - mirrored), other], -1)
     still = moment[..., 2 * pairs :, :]
     factors = phi[..., 2 * pairs :, :]

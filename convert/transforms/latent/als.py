@@ -294,8 +294,8 @@ def _solve_key_regression(present: Tensor, rotary: Tensor, latent: Tensor, cross
     from_side = solved[..., :rope]
     from_residual = solved[..., rope:]
     schur = _damp(rotary[..., :rope]) - side @ from_side
-    turned = torch.linalg.solve(schur, residual[:, :rope] - side @ from_residual)
-    step = torch.cat([turned, from_residual - from_side @ turned], 1)
+    for_rotary = torch.linalg.solve(schur, residual[:, :rope] - side @ from_residual)
+    step = torch.cat([for_rotary, from_residual - from_side @ for_rotary], 1)
     return present + step.mT / scale
 
 
