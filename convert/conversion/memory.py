@@ -30,7 +30,7 @@ from kvfold.convert.training.budget import (
 # transformers, a tokenizer and a first pass. With CUDA, and of a card its context and workspaces:
 # not measured.
 _BASE = 480 * 10**6
-_BASE_WITH_TEXT = 550 * 10**6
+_BASE_WITH_TEXT = 620 * 10**6
 _BASE_WITH_CUDA = 3 * 10**9
 _CARD = 10**9
 _FLOAT = 4
