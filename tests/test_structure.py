@@ -11,12 +11,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("attention", "convert")
 
 
-def test_imports_follow_the_contracts(monkeypatch) -> None:
+def test_imports_follow_the_contracts(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     assert lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
 
 
-def test_packages_are_imported_by_their_full_name() -> None:
+def test_packages_are_imported_by_their_full_name():
     """The bare name ``convert`` would make a second copy of every class."""
     bare = []
     for folder in (*PACKAGES, "tests", "recipes"):
@@ -32,12 +32,12 @@ def test_packages_are_imported_by_their_full_name() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_file_at_the_root_is_named_like_the_standard_library(package: str) -> None:
+def test_no_file_at_the_root_is_named_like_the_standard_library(package):
     files = {path.stem for path in (REPOSITORY / package).glob("*.py")} - {"__init__", "__main__"}
     assert files.isdisjoint(sys.stdlib_module_names)
 
 
-def test_a_module_name_stands_once_in_a_package() -> None:
+def test_a_module_name_stands_once_in_a_package():
     for package in PACKAGES:
         names = [path.name for path in (REPOSITORY / package).rglob("*.py")]
         twice = {name for name in names if names.count(name) > 1}

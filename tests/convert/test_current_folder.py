@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.processes import run_python
@@ -38,7 +37,7 @@ QUICK = ("bench", "inspect")
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted(tmp_path):
     """The shipped model with Python files that leave a mark beside it when they are imported."""
     model = tmp_path / "model"
     shutil.copytree(demo_folder(), model)
@@ -52,7 +51,7 @@ def planted(tmp_path: Path) -> Path:
     "command",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS],
 )
-def test_a_command_in_a_strangers_folder(planted: Path, command: str) -> None:
+def test_a_command_in_a_strangers_folder(planted, command):
     entry = planted.parent / "bin" / "kvfold"  # as pip writes it
     entry.parent.mkdir()
     entry.write_text("from kvfold.convert.cli import main\nmain()\n")
@@ -62,14 +61,14 @@ def test_a_command_in_a_strangers_folder(planted: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["kvfold", "kvfold.convert"])
-def test_python_m_leaves_the_current_folder_out(planted: Path, module: str) -> None:
+def test_python_m_leaves_the_current_folder_out(planted, module):
     (planted / "kvfold.py").unlink()  # Python itself runs this one, unless PYTHONSAFEPATH is set
     done = run_python("-m", module, "--help", cwd=planted)
     assert "Usage:" in done.stdout
     assert not (planted.parent / "mark").exists()
 
 
-def test_children_of_a_command_leave_it_out_too() -> None:
+def test_children_of_a_command_leave_it_out_too():
     script = (
         "import click, os\nfrom kvfold.convert.console import run_command\n"
         "command = click.command()(lambda: print(os.environ['PYTHONSAFEPATH']))\n"

@@ -18,7 +18,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def held_out(tokenizer) -> torch.Tensor:
+def held_out(tokenizer):
     """The held-out documents as one stream of tokens, each document followed by the end token."""
     ids = tokenizer(read_documents("held_out"), verbose=False)["input_ids"]
     return torch.tensor(

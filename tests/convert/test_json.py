@@ -3,7 +3,6 @@ reader takes it.
 """
 
 import json
-from typing import Any
 
 import pytest
 from helpers.processes import run_python
@@ -18,20 +17,20 @@ RESULTS = {
 }
 
 
-def parse(text: str) -> Any:
+def parse(text):
     """JSON as a strict reader takes it, without NaN and infinity."""
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
 @pytest.fixture
-def run(kvfold: Any) -> Any:
+def run(kvfold):
     """Runs a command with ``--json`` on stdout, and parses what is there."""
 
-    def run(*words: object) -> Any:
+    def run(*words):
         done = kvfold(*words)
         assert done.returncode == 0, done.stderr
         return parse(done.stdout)

@@ -3,14 +3,12 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.cases import read_cases
 from helpers.checkpoints import edit_json, run_conversion, tensors
 from safetensors.torch import save_file
-from torch import Tensor
 
 from kvfold.convert.checkpoint.files import SINGLE
 from kvfold.convert.checkpoint.opening import open_checkpoint_headers
@@ -19,7 +17,7 @@ from kvfold.convert.errors import InputError
 DOCS = Path(__file__).parents[2] / "docs" / "questions.md"
 
 
-def recipe(number: int, *changes: tuple[str, str]) -> None:
+def recipe(number, *changes):
     """Run the page's ``number``-th piece of Python in the current folder."""
     code = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[number]
     for old, new in changes:
@@ -29,14 +27,14 @@ def recipe(number: int, *changes: tuple[str, str]) -> None:
 
 
 @pytest.fixture
-def model(tiny_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tiny_reader, tmp_path, monkeypatch):
     """A folder MODEL in the current one, with the config and the tokenizer of a tiny Llama."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_reader, "MODEL")
     return Path("MODEL")
 
 
-def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
+def quantize(folder, settings, stored):
     """Store ``stored`` in ``folder`` as its quantized weights; kvfold must refuse them."""
     edit_json(folder / "config.json", dtype="bfloat16", quantization_config=settings)
     for file in folder.glob("model*"):
@@ -47,7 +45,7 @@ def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tool", ["compressed-tensors", "fp8 blocks"])
-def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
+def test_a_dequantized_model_converts(model, tool):
     pytest.importorskip("compressed_tensors", minversion="0.20")
     stored = {}
     meant = {}
@@ -80,7 +78,7 @@ def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
     assert list(Path("OUT").glob("tokenizer*"))
 
 
-def test_mxfp4_experts_are_dequantized_by_transformers(model: Path, tiny_family: Any) -> None:
+def test_mxfp4_experts_are_dequantized_by_transformers(model, tiny_family):
     source = tiny_family("gpt_oss", intermediate_size=64)
     shutil.copyfile(source / "config.json", model / "config.json")
     stored = {}

@@ -5,8 +5,6 @@ first, and come late.
 """
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def foreground() -> Iterator[None]:
+def foreground():
     """The signals as they are in a terminal: what runs in the background may have been started to
     ignore some.
     """
@@ -64,7 +62,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
 def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     removed = atomic.shutil.rmtree
 
-    def disturbed(path: Path, **options: bool) -> None:
+    def disturbed(path, **options):
         signal.raise_signal(signal.SIGINT)
         removed(path, **options)
 

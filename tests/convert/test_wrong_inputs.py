@@ -19,7 +19,7 @@ from kvfold.convert.request import EvalRequest
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     """A copy of the model that ships."""
     return Path(shutil.copytree(demo_folder(), tmp_path / "model"))
 

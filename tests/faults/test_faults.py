@@ -15,7 +15,6 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
 from pathlib import Path
@@ -47,7 +46,7 @@ STAGES = ("plain", "calibrated", "polished", "trained")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     (folder / "text.txt").write_text(
         "".join(f"Row {row} has {row * row} and no more.\n" for row in range(300))
@@ -56,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(source, tmp_path_factory):
     """The files that an undisturbed run writes."""
     import torch
 
@@ -76,16 +75,14 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.fixture(scope="module")
-def count_of(
-    source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., int]:
+def count_of(source, whole, tmp_path_factory):
     """The number of some calls that an undisturbed run makes."""
 
     @cache
-    def count_of(calls: Calls, name: str = "plain") -> int:
+    def count_of(calls, name="plain"):
         folder = tmp_path_factory.mktemp("counted")
 
-        def counted() -> None:
+        def counted():
             count = forked.at_call(0, lambda: None, calls)
             try:
                 run_of(name, source, folder / "out")()
@@ -99,16 +96,16 @@ def count_of(
 
 
 @pytest.fixture
-def parent(tmp_path: Path) -> Path:
+def parent(tmp_path):
     (tmp_path / "parent").mkdir()
     return tmp_path / "parent"
 
 
-def convert(source: Path, out: Path, options: str = RUNS["plain"]) -> Callable[[], object]:
+def convert(source, out, options=RUNS["plain"]):
     return lambda: main(["convert", str(source), str(out), *options.split(), "--quiet"])
 
 
-def run_of(name: str, source: Path, out: Path) -> Callable[[], object]:
+def run_of(name, source, out):
     """A run by its name: ``trained`` is ``kvfold uptrain``, the others are conversions."""
     text = ["--text", str(source.parent / "text.txt"), "--quiet"]
     if name == "trained":
@@ -116,14 +113,12 @@ def run_of(name: str, source: Path, out: Path) -> Callable[[], object]:
     return convert(source, out, RUNS[name])
 
 
-def struck(
-    log: Path, work: Callable[[], object], at: int, action: Callable[[], object], calls: Calls
-) -> forked.Ended:
+def struck(log, work, at, action, calls):
     """A run with ``action`` before call number ``at``; where that is a write, before every later
     one too.
     """
 
-    def run() -> None:
+    def run():
         forked.at_call(at, action, calls, lasting=calls == forked.WRITES)
         work()
 
@@ -131,12 +126,12 @@ def struck(
 
 
 def check(
-    end: forked.Ended,
-    parent: Path,
-    whole: dict[str, bytes],
-    killed: bool = False,
-    kept: bool = False,
-) -> bool:
+    end,
+    parent,
+    whole,
+    killed=False,
+    kept=False,
+):
     """True if OUT was written. Asserts that it is whole or absent, that whatever failed has a name,
     and that nothing else is left unless the run was killed or its work may be ``kept``.
     """
@@ -165,9 +160,7 @@ def check(
         ("interrupt", "plain"),
     ],
 )
-def test_a_run_struck_at_any_call(
-    seed, kind, name, source, whole, count_of, tmp_path, parent
-) -> None:
+def test_a_run_struck_at_any_call(seed, kind, name, source, whole, count_of, tmp_path, parent):
     """Killed, interrupted, or on a disk that is full or broken from then on, in every stage; the
     next run cleans up or continues, and writes all.
     """
@@ -177,7 +170,7 @@ def test_a_run_struck_at_any_call(
     number = drawn.choice(signals) if kind == "interrupt" else signal.SIGKILL
     code = drawn.choice([errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 
-    def strike() -> None:
+    def strike():
         if kind != "full":
             os.kill(os.getpid(), number)
         raise OSError(code, os.strerror(code))
@@ -196,7 +189,7 @@ def test_a_run_struck_at_any_call(
 @seeds
 def test_a_killed_run_is_resumed_with_another_request(
     seed, source, whole, count_of, tmp_path, parent
-) -> None:
+):
     """Nothing of the first request is in what the second one writes."""
     first, second = random.Random(seed).sample([name for name in RUNS if name != "plain"], 2)
     at = random.Random(seed).randint(1, count_of(forked.WRITES, first))
@@ -217,9 +210,7 @@ def test_a_killed_run_is_resumed_with_another_request(
 
 @seeds
 @pytest.mark.parametrize("name", ["plain", "polished"])
-def test_a_source_that_changes_at_any_read(
-    seed, name, source, whole, count_of, tmp_path, parent
-) -> None:
+def test_a_source_that_changes_at_any_read(seed, name, source, whole, count_of, tmp_path, parent):
     """It is cut short, lengthened, rewritten, removed or replaced."""
     drawn = random.Random(seed)
     own = Path(shutil.copytree(source, tmp_path / "model"))
@@ -229,7 +220,7 @@ def test_a_source_that_changes_at_any_read(
     data = file.read_bytes()
     half = len(data) // 2
 
-    def replaced() -> None:
+    def replaced():
         """By a file of the same bytes, as a second download would."""
         (own / "copy").write_bytes(data)
         os.replace(own / "copy", file)
@@ -258,10 +249,10 @@ def test_a_source_that_changes_at_any_read(
 )
 def test_a_few_more_descriptors_or_megabytes_than_the_process_has(
     seed, kind, source, whole, tmp_path, parent
-) -> None:
+):
     more = random.Random(seed).randint(0, 14 if kind == resource.RLIMIT_NOFILE else 40)
 
-    def limited() -> None:
+    def limited():
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + (more << 20)
         if kind == resource.RLIMIT_NOFILE:
@@ -274,7 +265,7 @@ def test_a_few_more_descriptors_or_megabytes_than_the_process_has(
 
 
 @seeds
-def test_runs_for_one_out_at_once(seed, source, whole, tmp_path, parent) -> None:
+def test_runs_for_one_out_at_once(seed, source, whole, tmp_path, parent):
     """One writes it, the others say why they do not."""
     logs = [tmp_path / f"log{i}" for i in range(2 + seed % 3)]
     for log in logs:

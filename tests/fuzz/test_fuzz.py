@@ -251,7 +251,7 @@ HEADER = json.dumps(TABLES["header"]).encode()
 
 @settings(FUZZ, max_examples=10 * COUNT)
 @given(safetensors_files(struct.pack("<Q", len(HEADER)) + HEADER + bytes(40)))
-def test_headers_are_read_as_the_safetensors_library_reads_them(tmp_path, data: bytes):
+def test_headers_are_read_as_the_safetensors_library_reads_them(tmp_path, data):
     (tmp_path / "x").write_bytes(data)
     try:
         expected = {name: bytes(tensor["data"]) for name, tensor in deserialize(data)}

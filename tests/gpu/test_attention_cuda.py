@@ -41,16 +41,16 @@ pytestmark = pytest.mark.gpu
     params=[torch.bfloat16, torch.float16, torch.float32],
     ids=str,
 )
-def dtype(request) -> torch.dtype:
+def dtype(request):
     torch.manual_seed(0)
     return request.param
 
 
-def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+def normal(*shape, dtype):
     return torch.randn(shape).to("cuda", dtype)
 
 
-def on_device(case: Case) -> dict:
+def on_device(case):
     return {
         name: value.cuda() if isinstance(value, Tensor) else value
         for name, value in vars(case).items()

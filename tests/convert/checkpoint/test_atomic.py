@@ -4,11 +4,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
 from helpers import forked
@@ -27,38 +24,38 @@ from kvfold.convert.errors import InputError
 WEIGHTS = "model.safetensors"
 
 
-def fill(folder: Path, text: str) -> None:
+def fill(folder, text):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text)
     (folder / WEIGHTS).write_text(text * 1000)
     (folder / RECORD).write_text(json.dumps({"files": {"config.json": "", WEIGHTS: ""}}))
 
 
-def content(folder: Path) -> str:
+def content(folder):
     """The text a folder was filled with, once it is found whole."""
     text = (folder / "config.json").read_text()
     assert (folder / WEIGHTS).read_text() == text * 1000
     return text
 
 
-def failing(error: OSError) -> Callable[..., NoReturn]:
-    def fail(*arguments: object, **options: object) -> NoReturn:
+def failing(error):
+    def fail(*arguments, **options):
         raise error
 
     return fail
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(os.listdir(folder))
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "out"
 
 
 @pytest.fixture(params=["exchange", "aside"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either(request, monkeypatch):
     if request.param == "aside":  # a system without renameat2
         monkeypatch.setattr(atomic, "_exchange_folders", lambda *_: False)
 
@@ -66,7 +63,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("before", ["absent", "empty", "old", "missing parents"])
-def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, fails: bool) -> None:
+def test_the_new_is_there_whole_or_not_at_all(tmp_path, before, fails):
     out = tmp_path / ("one/two/out" if before == "missing parents" else "out")
     if before in ("empty", "old"):
         out.mkdir()
@@ -90,9 +87,7 @@ def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, fails
         assert names(out.parent) == ["out"]
 
 
-def test_what_another_program_makes_of_out_meanwhile_is_kept(
-    tmp_path: Path, out: Path, either: None, refused: Any
-) -> None:
+def test_what_another_program_makes_of_out_meanwhile_is_kept(tmp_path, out, either, refused):
     with refused(), open_output_folder(out) as folder:
         fill(folder, "new")
         out.touch()
@@ -108,18 +103,16 @@ def test_what_another_program_makes_of_out_meanwhile_is_kept(
     assert names(tmp_path) == ["out"]
 
 
-def test_everything_is_synced_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     events: list[str] = []
     sync = os.fsync
     rename = os.rename
 
-    def record_sync(handle: int) -> None:
+    def record_sync(handle):
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
         sync(handle)
 
-    def record_rename(source: Path, target: Path) -> None:
+    def record_rename(source, target):
         events.append("rename")
         rename(source, target)
 
@@ -132,7 +125,7 @@ def test_everything_is_synced_before_it_gets_its_name(
     assert events[-1] == str(tmp_path)
 
 
-def refusal(out: Path, **options: Any) -> str:
+def refusal(out, **options):
     """The error's text, the same before and at the start of a run; nothing is made."""
     before = set(out.parent.parent.rglob("*"))
     with pytest.raises(InputError) as checked:
@@ -144,7 +137,7 @@ def refusal(out: Path, **options: Any) -> str:
     return str(checked.value)
 
 
-def test_out_exists(out: Path) -> None:
+def test_out_exists(out):
     out.touch()
     assert "choose another OUT" in refusal(out, overwrite=True)
     out.unlink()
@@ -161,9 +154,7 @@ def test_out_exists(out: Path) -> None:
     "record", [None, "link", "inner link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}']
 )
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
-    tmp_path: Path, out: Path, record: str | None, overwrite: bool
-) -> None:
+def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(tmp_path, out, record, overwrite):
     fill(out, "trained")
     moved = out / ".gitattributes" if record == "inner link" else tmp_path / "record"
     (out / RECORD).rename(moved)
@@ -178,7 +169,7 @@ def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "sub/thesis.tex", "link"])
-def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> None:
+def test_files_of_others_in_a_checkpoint_are_not_lost(out, name):
     fill(out, "old")
     (out / ".gitattributes").touch()
     assert resolve_output_path(out, overwrite=True) == out
@@ -188,7 +179,7 @@ def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> None:
+def test_out_and_model_inside_each_other(tmp_path, overwrite):
     model = tmp_path / "root" / "model"
     model.mkdir(parents=True)
     (tmp_path / "link").symlink_to(model)
@@ -198,9 +189,7 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> Non
     assert resolve_output_path(beside, model=model) == beside
 
 
-def test_parents_that_cannot_hold_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
-) -> None:
+def test_parents_that_cannot_hold_a_folder(tmp_path, monkeypatch, refused):
     (tmp_path / "file").touch()
     refusal(tmp_path / "file" / "further" / "out")
     with monkeypatch.context() as patched:
@@ -215,7 +204,7 @@ def test_parents_that_cannot_hold_a_folder(
         pytest.fail("the run must not begin")
 
 
-def test_a_link_and_the_umask(tmp_path: Path) -> None:
+def test_a_link_and_the_umask(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
     old = os.umask(0o027)
@@ -229,10 +218,8 @@ def test_a_link_and_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
-def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(
-    tmp_path: Path, out: Path, refused: Any
-) -> None:
-    def hold() -> None:
+def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path, out, refused):
+    def hold():
         with open_output_folder(out) as folder:
             (folder / "begun").touch()
             time.sleep(PATIENCE)
@@ -255,7 +242,7 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(
     assert names(tmp_path) == ["other", "out", "stderr", "stdout"]
 
 
-def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
+def test_resuming_what_a_killed_run_left(tmp_path, out):
     """The newest that is taken."""
     killed = [out.with_name(f".out.kvfold-{number:08x}") for number in range(3)]
     for number, folder in enumerate(killed):
@@ -272,7 +259,7 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
     assert names(out) == ["begun", "config.json", RECORD, WEIGHTS]
 
 
-def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.fcntl, "flock", failing(OSError(37, "No locks available")))
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
@@ -282,7 +269,7 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert left.exists()  # without a lock it may be in use
 
 
-def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
+def test_free_space(tmp_path, monkeypatch, refused):
     """What a resumed folder holds counts as room, but for holes."""
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     check_free_space(tmp_path, 1000)
@@ -296,7 +283,7 @@ def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: An
         check_free_space(tmp_path, 1 << 30)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "state.pt"
     path.write_text("old")
     with suppress(OSError), replace_file(path) as new:

@@ -10,7 +10,6 @@ import shutil
 import signal
 from contextlib import redirect_stderr
 from functools import partial
-from pathlib import Path
 
 import click
 import pytest
@@ -29,12 +28,12 @@ OLD = {**FILES, "model.safetensors": b"old"}
 OVERWRITING = ("exchange", "aside")
 
 
-def fill(folder: Path, files: dict[str, bytes]) -> None:
+def fill(folder, files):
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
-def prepared(root: Path, kind: str) -> Path:
+def prepared(root, kind):
     """OUT in an otherwise empty folder ``root``, old where the run is to overwrite it."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
@@ -45,11 +44,11 @@ def prepared(root: Path, kind: str) -> Path:
     return out
 
 
-def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool = False) -> None:
+def write(out, kind, number, ending, after=False):
     """A command that writes OUT, with a signal at its ``number``-th call."""
 
     @click.command()
-    def command() -> None:
+    def command():
         finished = (
             (lambda folder: (folder / "config.json").exists()) if kind == "resumable" else None
         )
@@ -65,7 +64,7 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["new", "exchange", "aside"], 3))
-def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
+def test_killed_at_every_call(tmp_path, kind):
     """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the
     next one here.
     """
@@ -91,7 +90,7 @@ def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
     assert seen[-1] == FILES
 
 
-def terminated(root: Path, kind: str, number: int, after: bool) -> bool:
+def terminated(root, kind, number, after):
     """False if the command ended before its ``number``-th call. OUT is old or new, and nothing else
     is left.
     """
@@ -125,10 +124,10 @@ def terminated(root: Path, kind: str, number: int, after: bool) -> bool:
 @pytest.mark.parametrize(
     "kind", ["new", "missing parents", "exchange", "aside", "failing", "resumable"]
 )
-def test_terminated_at_every_call(tmp_path: Path, kind: str, after: bool) -> None:
+def test_terminated_at_every_call(tmp_path, kind, after):
     """One process for all calls: a signal that escaped the command would end it."""
 
-    def every_call() -> None:
+    def every_call():
         last = next(
             number
             for number in itertools.count(1)
@@ -140,11 +139,11 @@ def test_terminated_at_every_call(tmp_path: Path, kind: str, after: bool) -> Non
     assert end.status == 0, end.stderr
 
 
-def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path: Path) -> None:
+def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path):
     """The signal comes when the folder is made, but no ``with`` statement would remove it yet."""
 
     @click.command()
-    def command() -> None:
+    def command():
         entered = open_output_folder(tmp_path / "root" / "out")
         entered.__enter__()
         signal.raise_signal(signal.SIGTERM)

@@ -5,8 +5,6 @@ import json
 import os
 import struct
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +24,14 @@ CONFIG = '{"model_type": "llama", "num_hidden_layers": 1024, "model_max_length":
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(CONFIG)
     return tmp_path / "model"
 
 
 @pytest.fixture
-def sharded(folder: Path) -> Path:
+def sharded(folder):
     first = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
     save_file(first, folder / FIRST)
     save_file({"c": torch.zeros(2, dtype=torch.int64)}, folder / SECOND)
@@ -41,18 +39,18 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
-def write_index(folder: Path, weight_map: Any) -> None:
+def write_index(folder, weight_map):
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-def write_header(folder: Path, header: Any) -> None:
+def write_header(folder, header):
     text = json.dumps(header).encode()
     data = struct.pack("<Q", len(text)) + text
     (folder / "model.safetensors").write_bytes(data)
 
 
-def problems_of(model: Path | str) -> list[str]:
+def problems_of(model):
     with pytest.raises(InputError) as caught:
         open_checkpoint_headers(model)
     problems = [caught.value.message, *caught.value.details]
@@ -61,7 +59,7 @@ def problems_of(model: Path | str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "complex64"])
-def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: str) -> None:
+def test_reads_what_safetensors_reads_whole_and_in_chunks(folder, dtype):
     torch.manual_seed(1)
     made = (torch.randn(7, 5) * 9).to(getattr(torch, dtype))
     tensors = {"w": made, "scalar": made[0, 0].clone(), "none": torch.zeros(0, 4)}
@@ -79,7 +77,7 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: s
     assert torch.cat(list(checkpoint.read_tensor_chunks("none", 8))).numel() == 0
 
 
-def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded: Path) -> None:
+def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded):
     checkpoint = open_checkpoint(sharded)
     found = {checkpoint.compute_model_digest()}
     assert checkpoint.digests["b"] == hashlib.sha256(b"\0\0\x80?" * 4).hexdigest()
@@ -107,8 +105,8 @@ def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded:
 
 
 def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_anew(
-    sharded: Path,
-) -> None:
+    sharded,
+):
     passed_on = ["LICENSE", "chat_template.jinja", "notes.txt", "tekken.json", "tokenizer.model"]
     left = ["README.md", "pytorch_model.bin", "tokenizer.py", "optimizer.pt", "trainer_state.json"]
     left += ["params.json", "adapter_config.json", ".gitattributes", "training_args.bin"]
@@ -132,9 +130,7 @@ def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_a
         "q_proj.lora_A.",
     ],
 )
-def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(
-    folder: Path, refused: Any, part: str
-) -> None:
+def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(folder, refused, part):
     save_file({f"{part}weight": torch.ones(1)}, folder / "model.safetensors")
     with refused() as caught:
         open_checkpoint(folder)
@@ -143,8 +139,8 @@ def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(
 
 
 def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_named(
-    sharded: Path, refused: Any
-) -> None:
+    sharded, refused
+):
     index = read_json(sharded / "model.safetensors.index.json")
     stale = {f"w{number}": f"model-{number}-of-9.safetensors" for number in range(9)}
     changed = json.dumps(index | {"weight_map": index["weight_map"] | stale})
@@ -171,9 +167,7 @@ def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_nam
         ("torchao", {"quantization_config": {"quant_method": "torchao"}}, {"w": torch.ones(1)}),
     ],
 )
-def test_kinds_of_quantization_are_named(
-    folder: Path, refused: Any, kind: str, config: Any, tensors: Any
-) -> None:
+def test_kinds_of_quantization_are_named(folder, refused, kind, config, tensors):
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     save_file(tensors, folder / "model.safetensors")
     if kind == "ModelOpt":
@@ -184,7 +178,7 @@ def test_kinds_of_quantization_are_named(
     assert "from_pretrained and save_pretrained" in caught.value.message
 
 
-def test_settings_that_a_dequantized_model_keeps_are_named(folder: Path, refused: Any) -> None:
+def test_settings_that_a_dequantized_model_keeps_are_named(folder, refused):
     """As merging a LoRA adapter of a quantized model leaves them."""
     settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
@@ -199,7 +193,7 @@ def test_settings_that_a_dequantized_model_keeps_are_named(folder: Path, refused
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", FIRST])
-def test_pointers_in_place_of_files_are_named(sharded: Path, refused: Any, name: str) -> None:
+def test_pointers_in_place_of_files_are_named(sharded, refused, name):
     (sharded / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with refused() as caught:
         open_checkpoint(sharded)
@@ -207,15 +201,13 @@ def test_pointers_in_place_of_files_are_named(sharded: Path, refused: Any, name:
     assert "git lfs pull" in caught.value.message
 
 
-def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
+def test_a_single_file_goes_before_an_index_as_in_transformers(sharded):
     save_file({"only": torch.ones(1)}, sharded / "model.safetensors")
     assert list(open_checkpoint(sharded).tensors) == ["only"]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0", "../..x/y", "config.json", "empty"])
-def test_what_is_no_checkpoint_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Any, name: str
-) -> None:
+def test_what_is_no_checkpoint_folder(folder, monkeypatch, refused, name):
     (folder / "empty").mkdir()
     monkeypatch.chdir(folder)
     with refused():
@@ -223,7 +215,7 @@ def test_what_is_no_checkpoint_folder(
 
 
 @pytest.mark.parametrize("file", ["config.json", "consolidated.00.pth", "model.gguf"])
-def test_folders_without_a_config_or_weights(folder: Path, refused: Any, file: str) -> None:
+def test_folders_without_a_config_or_weights(folder, refused, file):
     (folder / file).open("a").close()
     with refused():
         open_checkpoint(folder)
@@ -254,9 +246,7 @@ def test_folders_without_a_config_or_weights(folder: Path, refused: Any, file: s
     ],
     ids=lambda value: value[:40],
 )
-def test_invalid_json_and_numbers_larger_than_any_model_has(
-    folder: Path, file: str, text: str
-) -> None:
+def test_invalid_json_and_numbers_larger_than_any_model_has(folder, file, text):
     (folder / file).write_bytes(text.encode(errors="surrogateescape"))
     assert file in problems_of(folder)[0]
 
@@ -266,9 +256,7 @@ def test_invalid_json_and_numbers_larger_than_any_model_has(
     [("\ud800", [0]), ("t", [0, 2**63]), ("t", [int("9" * 4000)] * 500), ("t", [1] * 100_000)],
     ids=["surrogate", "beyond torch", "digits", "dims"],
 )
-def test_headers_of_names_and_shapes_that_no_tensor_has(
-    folder: Path, name: str, shape: list[int]
-) -> None:
+def test_headers_of_names_and_shapes_that_no_tensor_has(folder, name, shape):
     """``tests/fuzz`` compares further headers with what the safetensors library takes."""
     write_header(folder, {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}})
     began = time.process_time()
@@ -276,7 +264,7 @@ def test_headers_of_names_and_shapes_that_no_tensor_has(
     assert time.process_time() - began < 2  # also where numbers are huge, or dims many
 
 
-def test_a_name_that_occurs_twice_in_a_header(folder: Path) -> None:
+def test_a_name_that_occurs_twice_in_a_header(folder):
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     write_header(folder, {"t": entry, "u": entry})
     assert len(open_checkpoint(folder).tensors) == 2
@@ -285,7 +273,7 @@ def test_a_name_that_occurs_twice_in_a_header(folder: Path) -> None:
     assert "twice" in problems_of(folder)[0]
 
 
-def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
+def test_index_and_shards_that_disagree_are_reported_at_once(sharded):
     save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / SECOND)
     write_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "gone": SECOND})
     told = " ".join(problems_of(sharded))
@@ -301,14 +289,14 @@ def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> N
     assert "model-8" in missing
 
 
-def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
+def test_integer_buffers_are_not_quantized_weights(folder):
     buffers = {"attn.bias": torch.zeros(2, 2, dtype=torch.uint8), "position_ids": torch.arange(3)}
     save_file(buffers, folder / "model.safetensors")
     assert set(open_checkpoint(folder).tensors) == set(buffers)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_values_that_are_not_finite_are_counted(value: str) -> None:
+def test_values_that_are_not_finite_are_counted(value):
     values = torch.full((5, 2), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     assert count_non_finite(values) == 0
     values[3] = float(value)
@@ -316,8 +304,8 @@ def test_values_that_are_not_finite_are_counted(value: str) -> None:
 
 
 def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(
-    folder: Path, monkeypatch
-) -> None:
+    folder, monkeypatch
+):
     config = folder / "config.json"
     before = fingerprint_files([config, folder / "missing"])
     os.utime(config, (1, 1))

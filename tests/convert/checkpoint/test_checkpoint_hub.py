@@ -9,10 +9,8 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import huggingface_hub
@@ -26,7 +24,7 @@ from safetensors.torch import save_file
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.hub import upload_files
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_checkpoint_headers
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError, KvfoldError
@@ -42,7 +40,7 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.folder = folder
@@ -52,10 +50,10 @@ class Hub(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Hub
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         pass
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         path = self.path.split("?")[0]
         files = {file.name: file for file in self.server.folder.iterdir()}
         if re.fullmatch(rf"/api/models/team/tiny(/revision/(main|v1|{COMMIT}))?", path):
@@ -74,10 +72,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def send_json(self, value: object) -> None:
+    def send_json(self, value):
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def send_file(self, path: Path) -> None:
+    def send_file(self, path):
         data = path.read_bytes()
         status = 200
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
@@ -90,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.served.append((self.command, path.name, len(data)))
         self.send(status, data, headers)
 
-    def send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+    def send(self, status, data, headers):
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
@@ -100,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A sharded checkpoint whose shards are far larger than their headers."""
     folder = tmp_path / "tiny"
     folder.mkdir()
@@ -116,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(folder: Path) -> Iterator[Hub]:
+def hub(folder):
     server = Hub(folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -125,13 +123,13 @@ def hub(folder: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def ask(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
+def ask(hub, tmp_path):
     """``ask(work)``: what ``work()`` returns, in a child whose hub is ``hub``."""
 
-    def ask(work: Callable[[], object], **environment: str) -> Any:
+    def ask(work, **environment):
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
 
-        def child() -> None:
+        def child():
             # The hub's library reads its address from the environment when it is imported.
             os.environ.update({**settings, "HF_HUB_OFFLINE": "0", **environment})
             for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
@@ -145,14 +143,14 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
     return ask
 
 
-def describe(opener: Callable[[str], Checkpoint]) -> Any:
+def describe(opener):
     checkpoint = opener("team/tiny@v1")
     infos = checkpoint.tensors.values()
     tensors = {info.name: [info.dtype, info.shape, info.file] for info in infos}
     return [checkpoint.origin, checkpoint.config, tensors]
 
 
-def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> None:
+def test_headers_come_by_range_requests(hub, folder, ask):
     found = ask(lambda: describe(open_checkpoint_headers))
     assert found[:2] == [f"team/tiny@{COMMIT}", {"model_type": "llama"}]
     for shard in SHARDS:
@@ -165,7 +163,7 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> Non
     tensors = {f"{'long' * 20}.{index}": torch.zeros(1) for index in range(1500)}
     save_file(tensors, folder / "model.safetensors")  # its header is longer than the first request
 
-    def chats_and_names() -> Any:
+    def chats_and_names():
         checkpoint = open_checkpoint_headers("team/tiny")
         return [checkpoint.has_chat_template, sorted(checkpoint.tensors)]
 
@@ -173,8 +171,8 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> Non
     assert ask(chats_and_names, HF_HOME=other) == [True, sorted(tensors)]
 
 
-def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask: Any) -> None:
-    def read() -> Any:
+def test_a_download_is_whole_and_then_serves_offline(hub, folder, ask):
+    def read():
         checkpoint = open_checkpoint("team/tiny@v1")
         return [
             checkpoint.origin,
@@ -201,9 +199,7 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
 @pytest.mark.parametrize(
     "name", ["model.safetensors-0000{}-of-00002.safetensors", "model_{}.safetensors"]
 )
-def test_the_shards_that_the_index_names_are_fetched(
-    hub: Hub, folder: Path, ask: Any, name: str
-) -> None:
+def test_the_shards_that_the_index_names_are_fetched(hub, folder, ask, name):
     (folder / "consolidated.safetensors").write_bytes(b"not named by the index")
     (folder / "tekken.json").write_text("{}")
     text = (folder / "model.safetensors.index.json").read_text()
@@ -213,7 +209,7 @@ def test_the_shards_that_the_index_names_are_fetched(
     (folder / "model.safetensors.index.json").write_text(text)
     expected = [open_checkpoint(folder).compute_model_digest(), ["tekken.json", "tokenizer.json"]]
 
-    def read() -> Any:
+    def read():
         checkpoint = open_checkpoint("team/tiny")
         return [checkpoint.compute_model_digest(), list_files_besides_weights(checkpoint.folder)]
 
@@ -224,9 +220,7 @@ def test_the_shards_that_the_index_names_are_fetched(
     assert ask(read, HF_HUB_OFFLINE="1") == expected
 
 
-def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
-    hub: Hub, folder: Path, ask: Any
-) -> None:
+def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(hub, folder, ask):
     torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
     ask(lambda: describe(open_checkpoint))
     assert "pytorch_model.bin" not in {name for _, name, _ in hub.served}
@@ -239,9 +233,9 @@ def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
     assert read == [1, 1, 1]
 
 
-def test_what_the_hub_does_not_have_or_sends_cut(folder: Path, ask: Any) -> None:
-    def refuse(model: str, **environment: str) -> str:
-        def work() -> list[str]:
+def test_what_the_hub_does_not_have_or_sends_cut(folder, ask):
+    def refuse(model, **environment):
+        def work():
             messages = []
             for opener in (open_checkpoint_headers, open_checkpoint):
                 with pytest.raises(InputError) as caught:
@@ -260,7 +254,7 @@ def test_what_the_hub_does_not_have_or_sends_cut(folder: Path, ask: Any) -> None
     assert refuse("team/tiny@main").count(SHARDS[0]) >= 2
 
 
-def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
+def test_a_result_is_verified_and_uploaded(demo_latent):
     words = ["push", str(demo_latent), "me/small", "--private"]
     with (
         patch.object(huggingface_hub, "create_repo", autospec=True) as create,
@@ -281,14 +275,12 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
         raise refused.exception
 
 
-def test_nothing_is_uploaded_but_what_a_conversion_recorded(
-    demo_latent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_uploaded_but_what_a_conversion_recorded(demo_latent, tmp_path, monkeypatch):
     monkeypatch.setattr(
         f"{upload_files.__module__}.upload_files", lambda *_: pytest.fail("uploaded")
     )
 
-    def push(folder: Path) -> Any:
+    def push(folder):
         return CliRunner().invoke(kvfold, ["push", str(folder), "me/small"])
 
     with pytest.raises(InputError, match="kvfold did not write it"):

@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +13,13 @@ from kvfold.convert.errors import InputError
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
+def test_values_shared_storage_and_views(folder, zipped):
     torch.manual_seed(0)
     base = torch.randn(4, 6)
     state = {
@@ -48,7 +46,7 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
     assert torch.equal(checkpoint.read_tensor("part"), base[1:3])
 
 
-def test_sharded(folder: Path) -> None:
+def test_sharded(folder):
     weight_map = {}
     for name in "ab":
         weight_map[name] = f"pytorch_model-{name}.bin"
@@ -66,9 +64,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_nothing_is_executed_and_no_part_is_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Any, zipped: bool
-) -> None:
+def test_nothing_is_executed_and_no_part_is_read(folder, monkeypatch, refused, zipped):
     monkeypatch.chdir(folder)
     path = folder / "pytorch_model.bin"
     state = {"a": torch.ones(1000), "b": Payload()}
@@ -85,7 +81,7 @@ def test_nothing_is_executed_and_no_part_is_read(
         open_checkpoint(folder)
 
 
-def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
+def test_an_archive_that_unpacks_to_far_more(folder):
     with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(50_000_000))
     with pytest.raises(InputError, match="unpack to 50000000"):
@@ -105,7 +101,7 @@ def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
     ],
     ids=["list", "nested", "number", "sparse", "ragged", "repeated", "surrogate"],
 )
-def test_what_is_no_state_dict(folder: Path, refused: Any, state: object) -> None:
+def test_what_is_no_state_dict(folder, refused, state):
     torch.save(state, folder / "pytorch_model.bin")
     with refused():
         open_checkpoint(folder)

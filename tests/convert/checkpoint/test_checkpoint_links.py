@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "README.md"]
 
 
-def fill(folder: Path) -> None:
+def fill(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
@@ -25,7 +23,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture
-def snapshot(tmp_path: Path) -> Path:
+def snapshot(tmp_path):
     """A snapshot as the hub's library makes it: relative links into the blobs of the same model."""
     root = tmp_path / "models--team--tiny"
     fill(root / "blobs")
@@ -36,7 +34,7 @@ def snapshot(tmp_path: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot, tmp_path):
     (tmp_path / "shortcut").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "shortcut"):
         checkpoint = open_checkpoint(folder)
@@ -45,7 +43,7 @@ def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Pa
         assert list_files_besides_weights(checkpoint.folder) == ["tokenizer.json"]
 
 
-def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
+def test_links_and_index_entries_inside_the_folder(tmp_path):
     fill(tmp_path / "model")
     model = tmp_path / "model"
     (model / "below").mkdir()
@@ -62,9 +60,7 @@ def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["snapshot", "folder"])
-def test_links_that_leave_the_checkpoint(
-    snapshot: Path, tmp_path: Path, kind: str, name: str, refused: Any
-) -> None:
+def test_links_that_leave_the_checkpoint(snapshot, tmp_path, kind, name, refused):
     """The blobs of another model's cache are elsewhere too."""
     model = snapshot
     other = tmp_path / "models--team--other" / "blobs"
@@ -90,9 +86,7 @@ def test_links_that_leave_the_checkpoint(
     ],
     ids=["above", "absolute", "long", "nul", "circle"],
 )
-def test_index_entries_that_leave_the_folder_or_cannot_be_files(
-    tmp_path: Path, path: str, refused: Any
-) -> None:
+def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path, path, refused):
     fill(tmp_path / "model")
     fill(tmp_path / "elsewhere")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -115,9 +109,7 @@ def test_index_entries_that_leave_the_folder_or_cannot_be_files(
     ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
-def test_every_file_is_regular_and_of_a_sensible_size(
-    tmp_path: Path, name: str, kind: str, refused: Any
-) -> None:
+def test_every_file_is_regular_and_of_a_sensible_size(tmp_path, name, kind, refused):
     fill(tmp_path)
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -135,7 +127,7 @@ def test_every_file_is_regular_and_of_a_sensible_size(
         open_checkpoint(tmp_path)
 
 
-def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path):
     (tmp_path / "out" / "sub").mkdir(parents=True)
     (tmp_path / "out" / "elsewhere").symlink_to("/etc")
     (tmp_path / "out" / "sub" / "above").symlink_to(tmp_path)

@@ -5,7 +5,6 @@ it once.
 import os
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,12 @@ from kvfold.convert.errors import explain_system_error
 from kvfold.convert.recipes import read_recipe
 
 
-def test_pairs_of_halves_are_characters() -> None:
+def test_pairs_of_halves_are_characters():
     value = parse_json_object(Path("c"), b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}')
     assert value == {"a": "\U0001f600", "b": "\\ud800"}
 
 
-def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
+def test_a_model_of_more_shards_than_a_process_may_open(tmp_path):
     count = 60
     shards = assign_shards([PlannedTensor(f"t{i}", "F32", (1,), None) for i in range(count)], 1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -32,7 +31,7 @@ def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == count
 
 
-def test_a_shard_that_became_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_shard_that_became_a_link_is_not_written_through(tmp_path):
     shards = assign_shards([PlannedTensor("t", "F32", (1,), None)], 100)
     writer = ShardWriter(tmp_path, shards)
     (tmp_path / "secret").write_text("kept")
@@ -42,7 +41,7 @@ def test_a_shard_that_became_a_link_is_not_written_through(tmp_path: Path) -> No
         writer.sync()
 
 
-def test_what_the_system_refuses_is_named() -> None:
+def test_what_the_system_refuses_is_named():
     for error in (
         OSError(28, "No space left on device", "/out/x"),
         RuntimeError("I/O error: No space left on device (os error 28)"),
@@ -54,7 +53,7 @@ def test_what_the_system_refuses_is_named() -> None:
     assert explain_system_error(ValueError("a fault of kvfold")) is None
 
 
-def test_recipes_that_never_end(tmp_path: Path, refused: Any) -> None:
+def test_recipes_that_never_end(tmp_path, refused):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "zero.toml").symlink_to("/dev/zero")
     with (tmp_path / "large.toml").open("wb") as file:

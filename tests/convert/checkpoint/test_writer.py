@@ -9,8 +9,6 @@ import resource
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from helpers.processes import PATIENCE
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint import files, opening
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.checkpoint.writer import (
     PlannedTensor,
@@ -33,16 +31,16 @@ from kvfold.convert.errors import InputError, KvfoldError
 GB = 10**9
 
 
-def ignore(count: int) -> None:
+def ignore(count):
     pass
 
 
-def digest_of(tensor: torch.Tensor) -> str:
+def digest_of(tensor):
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
+def checkpoint(tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "source"
     folder.mkdir()
@@ -59,12 +57,12 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
 
-def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[PlannedTensor]:
+def copies(checkpoint, computed="", **dtypes):
     """All tensors, copied but for one; ``dtypes`` maps a stored dtype to the one wanted."""
     return [
         PlannedTensor(
@@ -77,20 +75,20 @@ def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[Pl
     ]
 
 
-def copy(writer: ShardWriter, checkpoint: Checkpoint) -> list[int]:
+def copy(writer, checkpoint):
     steps: list[int] = []
     with writer.copy_source_tensors(checkpoint, steps.append):
         pass
     return steps
 
 
-def check_copied(out: Path, checkpoint: Checkpoint, computed: str = "") -> None:
+def check_copied(out, checkpoint, computed=""):
     copied = load_tensors(out)
     names = set(checkpoint.tensors) - {computed}
     assert all(torch.equal(copied[name], checkpoint.read_tensor(name)) for name in names)
 
 
-def test_computed_tensors_make_the_same_file_as_safetensors(out: Path) -> None:
+def test_computed_tensors_make_the_same_file_as_safetensors(out):
     """Wide dtypes first, whatever their names and in whatever order, also views that require
     gradients.
     """
@@ -110,7 +108,7 @@ def test_computed_tensors_make_the_same_file_as_safetensors(out: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [400, 1500, 100_000])
-def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: int) -> None:
+def test_no_shard_exceeds_the_limit(checkpoint, out, limit):
     shards = assign_shards(copies(checkpoint), limit)
     writer = ShardWriter(out, shards)
     copy(writer, checkpoint)
@@ -125,14 +123,14 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
 
 
 @pytest.fixture
-def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_steps(monkeypatch):
     """Tensors are read in steps of 100 bytes."""
     monkeypatch.setattr(files, "STEP", 100)
     monkeypatch.setattr(opening, "STEP", 100)
 
 
 @pytest.mark.usefixtures("in_steps")
-def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
+def test_copying_and_hashing_beside_computing(checkpoint, out):
     casts = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
     steps: list[int] = []
     outputs = [
@@ -161,11 +159,11 @@ def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path)
 
 
 @pytest.mark.usefixtures("in_steps")
-def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path) -> None:
+def test_an_error_beside_the_copy_stops_it(checkpoint, out):
     begun = threading.Event()
     steps = list[int]()
 
-    def progress(count: int) -> None:
+    def progress(count):
         steps.append(count)
         begun.set()
         time.sleep(0.01)
@@ -178,13 +176,11 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path) ->
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
-    checkpoint: Checkpoint, out: Path, wait: bool
-) -> None:
+def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint, out, wait):
     (checkpoint.folder / "1.safetensors").write_bytes(b"")
     writer = ShardWriter(out, assign_shards(copies(checkpoint, "e"), GB))
 
-    def run() -> None:
+    def run():
         with writer.copy_source_tensors(checkpoint, ignore):
             end = time.monotonic() + PATIENCE
             while wait and time.monotonic() < end:
@@ -195,9 +191,7 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
         run()
 
 
-def test_a_legacy_source_is_cast_but_not_if_that_overflows(
-    tmp_path: Path, out: Path, refused: Any
-) -> None:
+def test_a_legacy_source_is_cast_but_not_if_that_overflows(tmp_path, out, refused):
     """Infinity stays infinity; a finite value must not become it."""
     (tmp_path / "config.json").write_text("{}")
     base = torch.randn(6, 4)
@@ -216,7 +210,7 @@ def test_a_legacy_source_is_cast_but_not_if_that_overflows(
         copy(ShardWriter(out / "more", shards), open_checkpoint(tmp_path))
 
 
-def test_plans_that_are_not_followed(out: Path, refused: Any) -> None:
+def test_plans_that_are_not_followed(out, refused):
     shards = assign_shards([PlannedTensor(name, "F32", (2,), None) for name in "ab"], GB)
     writer = ShardWriter(out, shards)
     with refused(KvfoldError):
@@ -229,10 +223,8 @@ def test_plans_that_are_not_followed(out: Path, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
-def test_disks_that_fill_up_or_break(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    def fail(*_: object) -> int:
+def test_disks_that_fill_up_or_break(checkpoint, out, monkeypatch, dtype):
+    def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     writer = ShardWriter(out, assign_shards(copies(checkpoint, BF16=dtype), GB))
@@ -245,13 +237,13 @@ def test_disks_that_fill_up_or_break(
         copy(writer, checkpoint)
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
+def test_memory_is_bounded(tmp_path):
     """128 MiB in one tensor are copied and cast in half of that."""
     elements = 1 << 25
     save_file({"w": torch.zeros(elements)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
 
-    def write() -> None:
+    def write():
         torch.ones(1 << 20).half()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for dtype in ("F32", "F16"):

@@ -4,7 +4,6 @@ the result has it too, or the run says what it lacks.
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def two_heads(tiny_family, tmp_path):
     although its file has a head: another one, or with ``equal`` a copy of the embedding.
     """
 
-    def make(family: str, equal: bool = False) -> Path:
+    def make(family, equal=False):
         source = tmp_path / "tied"
         changes = {"tie_word_embeddings": True, "mlp_bias": False, "use_sliding_window": False}
         shutil.copytree(tiny_family(family, **changes), source)
@@ -106,7 +105,7 @@ def test_other_tensors_that_the_config_denies_are_refused(
 
 
 @pytest.fixture(scope="module")
-def longrope(tiny_family) -> Path:
+def longrope(tiny_family):
     """A phi3 with other rotary frequencies for texts above ``SHORT`` tokens."""
     return tiny_family(
         "phi3",

@@ -19,7 +19,7 @@ CASES = read_cases(__file__)
 LLAMA = CASES["llama"]
 
 
-def headers(config: dict) -> dict[str, SimpleNamespace]:
+def headers(config):
     return {
         name: SimpleNamespace(shape=tensor.shape)
         for name, tensor in make_model(config).tensors.items()
@@ -72,7 +72,7 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
         torch.testing.assert_close(rotary.theta, expected.double(), rtol=2e-6, atol=0.0)
 
 
-def values(case) -> str:
+def values(case):
     return "-".join(f"{key}={value}" for key, value in case.items())[:60]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ ROLES = read_json(Path(__file__).with_name("roles.json"))
 TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 
 
-def table(name: str) -> dict:
+def table(name):
     """The family file with what it takes over from those it extends."""
     return schema.read_family_table(FOLDER / f"{name}.json")
 
 
 def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
-    def write(**tables: dict) -> None:
+    def write(**tables):
         for name, data in tables.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(data))
 
@@ -58,7 +58,7 @@ def test_an_unknown_or_missing_key_is_an_error_that_names_its_place(place):
         schema.build_family(data, "x.json")
 
 
-def sections_of(part: Any) -> Iterator[Any]:
+def sections_of(part):
     """The sections of a family, itself included, however deep."""
     inner: Any = ()
     if is_dataclass(part):

@@ -6,7 +6,6 @@ layer's parts.
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import read_json
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -25,12 +23,12 @@ from kvfold.convert.families.model import make_model
 from kvfold.convert.families.rotary import read_rope_parameters
 
 
-def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
+def normalize(x, kind, eps):
     x = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def head_norm(x: Tensor, norm) -> Tensor:  # [B, T, heads, D]
+def head_norm(x, norm):  # [B, T, heads, D]
     if norm is None:
         return x
     flat = normalize(x.flatten(2), norm.kind, norm.eps).view_as(x)
@@ -39,7 +37,7 @@ def head_norm(x: Tensor, norm) -> Tensor:  # [B, T, heads, D]
     return x if norm.bias is None else x + norm.bias
 
 
-def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
+def rotate(x, rotary):  # [B, T, heads, D], half-split
     angles = (
         torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.theta
     )  # [T, 1, D_rot / 2]
@@ -58,32 +56,32 @@ class Decoder:
         self.names = self.model.names_by_role
         self.stock = stock
 
-    def role(self, role: str, layer: int | None = None) -> Tensor | None:
+    def role(self, role, layer=None):
         names = self.names.get((role, layer))
         return None if names is None else self.tensors[names[0]]
 
-    def linear(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
+    def linear(self, x, role, layer=None):
         weight = self.role(role, layer)
         weight = weight.T if self.model.family.attention.transposed else weight
         return functional.linear(x, weight, self.role(f"{role}_bias", layer))
 
-    def norm(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
+    def norm(self, x, role, layer=None):
         x = normalize(x, self.block.norm, self.block.norm_eps)
         if not self.block.norm_weight or (role, layer) not in self.names:
             return x
         x = x * (self.role(role, layer) + self.block.norm_offset)
         return x + self.role(f"{role}_bias", layer) if self.block.norm_bias else x
 
-    def attention(self, x: Tensor, layer: int) -> Tensor:
+    def attention(self, x, layer):
         weights = read_attention_weights(self.model, layer, self.tensors.__getitem__)
         how = self.model.layers[layer]
         rotary = make_layer_rotary(self.model, layer)
 
-        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+        def project(weight, bias):
             y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
             return y if how.clip is None else y.clamp(-how.clip, how.clip)
 
-        def placed(x: Tensor, norm) -> Tensor:
+        def placed(x, norm):
             after = norm is not None and norm.after_rotary
             return (
                 head_norm(rotate(x, rotary), norm) if after else rotate(head_norm(x, norm), rotary)
@@ -113,7 +111,7 @@ class Decoder:
         out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
         return out if weights.o_bias is None else out + weights.o_bias
 
-    def mlp(self, x: Tensor, layer: int) -> Tensor:
+    def mlp(self, x, layer):
         if self.model.layers[layer].sparse:
             block = self.stock.model.layers[layer]
             made = (block.mlp if hasattr(block, "mlp") else block.block_sparse_moe)(x)
@@ -130,7 +128,7 @@ class Decoder:
             up = self.linear(x, "up", layer)
         return self.linear(act(gate) * up, "down", layer)
 
-    def layer(self, x: Tensor, layer: int) -> Tensor:
+    def layer(self, x, layer):
         order = self.block.order
         scale = self.block.residual_scale
         if order == "parallel":
@@ -151,13 +149,13 @@ class Decoder:
             x = self.norm(x, f"{name}_norm", layer) if order == "outer" else x
         return x
 
-    def unnormed_end(self) -> bool:
+    def unnormed_end(self):
         """Whether nothing follows the last layer: where its norms are behind everything (opt)."""
         return self.block.order == "outer" or bool(
             self.model.config.get("_remove_final_layer_norm")
         )
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens):
         x = self.role("embedding")[tokens] * self.block.embedding_scale
         if ("project_in", None) in self.names:
             x = self.linear(x, "project_in")
@@ -187,7 +185,7 @@ ALL = [
 ]
 
 
-def check(folder: Path) -> None:
+def check(folder):
     stock = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -7,7 +7,6 @@ size loses nothing.
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +19,12 @@ from tiny_models import CLASSICS
 from kvfold.attention import register_models
 from kvfold.convert.families.family import list_supported_model_types
 from kvfold.convert.families.layer_io import make_stored_tensors, read_attention_weights
-from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.fold import pool
 
 CASES = read_cases(__file__)
 
 
-def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
+def tiny_model(folder):
     return read_model(folder), tensors(folder)
 
 

@@ -18,7 +18,7 @@ FREQUENCIES = {"rtol": 2e-6, "atol": 0.0}  # transformers computes them in float
 CASES = read_cases(__file__)
 
 
-def old_spelling(config: dict) -> dict:
+def old_spelling(config):
     """The config with rope as before transformers 5: rope_theta beside rope_scaling."""
     table = dict(config["rope_parameters"])
     rest = {key: value for key, value in config.items() if key != "rope_parameters"}
@@ -29,12 +29,12 @@ def old_spelling(config: dict) -> dict:
     return rest | old | {"rope_scaling": None if kind == "default" else {"type": kind, **table}}
 
 
-def stock_config(config: dict):
+def stock_config(config):
     """Its class changes what it is given."""
     return AutoConfig.for_model(**copy.deepcopy(config))
 
 
-def check(config: dict, kind: str, context: str | None = None, length: int | None = None) -> None:
+def check(config, kind, context=None, length=None):
     stock = stock_config(config)
     frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](stock, None, seq_len=length)
     model = make_model(config)

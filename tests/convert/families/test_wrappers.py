@@ -39,7 +39,7 @@ def wrapper(tmp_path_factory):
     """``wrapper("llava")``: a folder with a tiny random wrapper, made once."""
 
     @cache
-    def folder(name: str) -> Path:
+    def folder(name):
         made = tmp_path_factory.mktemp(name)
         wrappers.make_wrapper(name, made)
         return made
@@ -47,7 +47,7 @@ def wrapper(tmp_path_factory):
     return folder
 
 
-def same(found: Path, expected: Path, given: dict[str, torch.Tensor]) -> None:
+def same(found, expected, given):
     """Both wrappers have the same logits, with an image too."""
     tolerance = {"rtol": precision.CONVERTED, "atol": precision.CONVERTED}
     torch.testing.assert_close(
@@ -55,7 +55,7 @@ def same(found: Path, expected: Path, given: dict[str, torch.Tensor]) -> None:
     )
 
 
-def configs(*folders: Path) -> list[dict]:
+def configs(*folders):
     return [read_json(folder / "config.json") for folder in folders]
 
 

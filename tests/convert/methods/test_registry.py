@@ -1,9 +1,7 @@
 """Methods and objectives plug in: one new file each, from the command line and from Python."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def importable(monkeypatch):
     """The folder of the toys on the path, as PYTHONPATH puts it, and what they register gone after
     a test.
     """
@@ -35,7 +33,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
-def converted(way: str, out: Path, **options: Any) -> None:
+def converted(way, out, **options):
     """Convert the shipped model into ``out``."""
     if way == "python":
         run_conversion(demo_folder(), out, **options)
@@ -44,7 +42,7 @@ def converted(way: str, out: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_method_of_a_module(tmp_path, way: str) -> None:
+def test_a_method_of_a_module(tmp_path, way):
     out = tmp_path / "out"
     name = "toy_method:loudest"
     converted(way, out, to="gqa", kv_heads=2, method=name)
@@ -61,7 +59,7 @@ def test_a_method_of_a_module(tmp_path, way: str) -> None:
     torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
 
 
-def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> None:
+def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path):
     import toy_method  # noqa: F401  # registers its name
 
     text = {"samples": 4, "seq_len": 32, "refine": 2}
@@ -70,7 +68,7 @@ def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> N
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def usual(tmp_path_factory):
     """The shipped model, converted with the default objective."""
     out = tmp_path_factory.mktemp("usual") / "out"
     converted("python", out, **FEW)
@@ -78,7 +76,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
+def test_an_objective_of_a_module(usual, tmp_path, way):
     out = tmp_path / "out"
     name = "toy_objective:nearest-keys"
     converted(way, out, objective=name, **FEW)
@@ -97,6 +95,6 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), read_cases(__file__))
-def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:
+def test_names_are_checked_with_the_request(options, message):
     with pytest.raises(InputError, match=message):
         ConvertRequest("MODEL", "OUT", **{"to": "mqa", **options})

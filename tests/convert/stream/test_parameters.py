@@ -1,7 +1,6 @@
 """Parameters from stored tensors, by transformers' own conversions."""
 
 import shutil
-from typing import Any
 
 import pytest
 import tiny_models
@@ -35,27 +34,25 @@ JOINED = WeightConverter(
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     return build_empty_model(CONFIG, torch.float32)
 
 
 @pytest.fixture
-def tensors(model: Any) -> dict[str, Tensor]:
+def tensors(model):
     torch.manual_seed(0)
     return {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> Any:
+def conversions(monkeypatch):
     """``conversions(*entries)``: transformers has these conversions for the model."""
     return lambda *entries: monkeypatch.setattr(
         weights_of, "get_model_conversion_mapping", lambda model: list(entries)
     )
 
 
-def test_a_fused_tensor_gives_several_parameters(
-    model: Any, tensors: dict[str, Tensor], conversions: Any
-) -> None:
+def test_a_fused_tensor_gives_several_parameters(model, tensors, conversions):
     conversions(FUSED)
     parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
@@ -74,14 +71,14 @@ def test_a_fused_tensor_gives_several_parameters(
     ids=["renamed", "joined"],
 )
 def test_two_ways_to_one_parameter_are_refused(
-    model: Any, tensors: Any, conversions: Any, conversion, name, refused
+    model, tensors, conversions, conversion, name, refused
 ):
     conversions(conversion)
     with refused(KvfoldError):
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_tied_parameters_come_from_each_other(refused: Any) -> None:
+def test_tied_parameters_come_from_each_other(refused):
     tied = build_empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
     weights = WeightMap(tied, names)
@@ -95,7 +92,7 @@ def test_tied_parameters_come_from_each_other(refused: Any) -> None:
 )
 def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(
     changes, tiny_family, tmp_path, refused
-) -> None:
+):
     """transformers puts random numbers in the place of what is missing, and notices other values
     when it runs.
     """

@@ -2,8 +2,6 @@
 time.
 """
 
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +11,6 @@ from helpers.attention import random_tokens
 from helpers.cases import mostly_slow
 from helpers.checkpoints import stock_model, tensors
 from helpers.walks import run_stream
-from torch import Tensor
 
 from kvfold.convert.checkpoint.files import read_config
 from kvfold.convert.errors import InputError
@@ -23,10 +20,10 @@ from kvfold.convert.stream.stock import ModelHead
 
 
 @pytest.fixture
-def tiny(tiny_family: Any) -> Callable[..., tuple[Any, dict[str, Any], dict[str, Tensor]]]:
+def tiny(tiny_family):
     """``tiny(family)``: the stock model, its config.json and its tensors as they are stored."""
 
-    def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    def tiny(family, **changes):
         folder = tiny_family(family, **changes)
         # eager: with some transformers, gemma2's default attention leaves out its soft cap
         model = stock_model(folder, dtype=torch.float32, attn_implementation="eager")
@@ -36,7 +33,7 @@ def tiny(tiny_family: Any) -> Callable[..., tuple[Any, dict[str, Any], dict[str,
 
 
 @pytest.fixture
-def tokens() -> Tensor:
+def tokens():
     return random_tokens(3, 17)
 
 
@@ -54,9 +51,7 @@ def tokens() -> Tensor:
     ids=str,
 )
 @torch.no_grad()
-def test_logits_and_cache_are_those_of_the_stock_model(
-    family: str, changes: Any, tiny: Any, tokens: Tensor
-) -> None:
+def test_logits_and_cache_are_those_of_the_stock_model(family, changes, tiny, tokens):
     """float64 is nearer to the truth; its dtype does not change what the cache holds."""
     model, config, stored = tiny(family, **changes)
     expected = model(tokens).logits
@@ -77,7 +72,7 @@ def test_logits_and_cache_are_those_of_the_stock_model(
     assert halved.measure_cache_bytes_per_token() == held // 2
 
 
-def test_only_the_open_layer_is_in_memory(tiny: Any, tokens: Tensor) -> None:
+def test_only_the_open_layer_is_in_memory(tiny, tokens):
     _, config, stored = tiny("mixtral")
     read = Mock(side_effect=stored.__getitem__)
     stream = CheckpointStream(config, read, stored)
@@ -96,9 +91,7 @@ def test_only_the_open_layer_is_in_memory(tiny: Any, tokens: Tensor) -> None:
 @pytest.mark.parametrize(
     ("family", "shared"), [("llama", "mlp.up_proj.weight"), ("mixtral", "mlp.experts.gate_up_proj")]
 )
-def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
-    family: str, shared: str, tiny: Any
-) -> None:
+def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family, shared, tiny):
     _, config, stored = tiny(family)
     _, changed_config, changed = tiny(family, num_key_value_heads=4)
     new = {name: changed[name] for name in changed if "self_attn" in name}
@@ -112,9 +105,7 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
-def test_a_text_of_another_length_gets_its_own_masks_and_frequencies(
-    family: str, tiny: Any, tokens: Tensor
-) -> None:
+def test_a_text_of_another_length_gets_its_own_masks_and_frequencies(family, tiny, tokens):
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
     changes = {"rope_parameters": rope, "max_position_embeddings": 8} if family == "llama" else {}
     model, config, stored = tiny(family, **changes)
@@ -125,9 +116,7 @@ def test_a_text_of_another_length_gets_its_own_masks_and_frequencies(
         torch.testing.assert_close(run_stream(stream, part), expected, **precision.LOGITS)
 
 
-def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
-    tiny_family: Any, tiny: Any, tokens: Tensor
-) -> None:
+def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tiny_family, tiny, tokens):
     _, config, stored = tiny("llama")
     stream = CheckpointStream(config, stored.__getitem__, stored).to(dtype=torch.bfloat16)
     with torch.no_grad():
@@ -135,7 +124,7 @@ def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
     torch.testing.assert_close(run_stream(stream, tokens), expected)
 
 
-def test_missing_tensors_and_unknown_models_are_named(tiny: Any, refused: Any) -> None:
+def test_missing_tensors_and_unknown_models_are_named(tiny, refused):
     _, config, stored = tiny("mixtral")
     gone = [name for name in stored if "layers.1" in name and ("w2" in name or "q_proj" in name)]
     stream = CheckpointStream(config, stored.__getitem__, set(stored) - set(gone))

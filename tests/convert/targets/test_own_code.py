@@ -6,7 +6,6 @@ import inspect
 import json
 import shutil
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -92,7 +91,7 @@ print(json.dumps([check(*pair, at) for at, pair in enumerate(pairs)]))
 """
 
 
-def readable(model: Path, folder: Path) -> Path:
+def readable(model, folder):
     """A copy of ``model`` with the tokenizer of the model that ships."""
     source = Path(shutil.copytree(model, folder / "source"))
     add_demo_tokenizer(source)
@@ -100,13 +99,13 @@ def readable(model: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def latents(tiny_family, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+def latents(tiny_family, tmp_path_factory):
     """A family of ``LATENT``, or of ``CLASSICS`` as it is, and the same in layout kvfold with
     nothing lost.
     """
 
     @cache
-    def pair(name: str) -> tuple[Path, Path]:
+    def pair(name):
         source = tiny_family(name.removesuffix("-rw"), **LATENT.get(name, {}))
         return source, convert(
             source, tmp_path_factory.mktemp(name) / "out", layout="kvfold", **full_split(source)
@@ -281,7 +280,7 @@ def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
         list_mla_specs(request, model)
 
 
-def demo_tokens(folder: Path) -> torch.Tensor:
+def demo_tokens(folder):
     """Held-out text that ships, ``[8, 64]``."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode("".join(read_documents("held_out"))[:4000]).ids

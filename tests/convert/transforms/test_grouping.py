@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from helpers.layers import normal, plain_rotary
-from torch import Tensor
 
 from kvfold.convert.methods.fold import fold_with_best_groups
 from kvfold.convert.methods.registry import FoldLayer
@@ -21,11 +20,11 @@ ROTARY = plain_rotary(D)
 PAIRS = ((0, 5), (1, 3), (2, 7), (4, 6))
 
 
-def rows(seed: int, *shape: int) -> Tensor:
+def rows(seed, *shape):
     return normal(seed, *shape) / math.sqrt(shape[-1])
 
 
-def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeights:
+def alike(groups, repeat=1):
     """Random heads; those of a group have the same keys and values, up to a little noise."""
     kv_heads = sum(map(len, groups))
     k = rows(1, kv_heads, D, E)
@@ -37,7 +36,7 @@ def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeig
     )
 
 
-def statistics(heads: int) -> LayerStatistics:
+def statistics(heads):
     mix = rows(4, E, E)
     mean = rows(6, E)
     gram = mix @ mix.T + torch.eye(E) / 50 + torch.outer(mean, mean)
@@ -45,7 +44,7 @@ def statistics(heads: int) -> LayerStatistics:
     return LayerStatistics(gram, mean, 1000, profile)
 
 
-def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.PairLosses:
+def pairs_of(weights, context=0):
     return grouping.PairLosses(
         compute_layer_moments(weights, statistics(weights.heads), ROTARY, context)
     )
@@ -53,7 +52,7 @@ def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.PairLosses
 
 @pytest.mark.parametrize("members", [PAIRS, ((0, 3, 5, 6), (1, 2, 4, 7))], ids=["pairs", "fours"])
 @pytest.mark.parametrize("repeat", [1, 2])
-def test_finds_the_heads_that_are_alike(members: tuple[tuple[int, ...], ...], repeat: int):
+def test_finds_the_heads_that_are_alike(members, repeat):
     found = grouping.propose_partitions(pairs_of(alike(members, repeat)), len(members))
     assert found[0] == grouping.group_neighbors(8, len(members))
     assert members in found

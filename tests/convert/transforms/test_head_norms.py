@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import precision
 from helpers.layers import NORMS, head_norm, normal, normalized, normed_statistics, relative_error
-from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import linearize_norms, project_with_norms
 from kvfold.convert.transforms.weights import AttentionWeights, make_blank_statistics
@@ -18,14 +17,14 @@ G = 4
 TOKENS = 24
 
 
-def make(norm: str, bias: bool = False) -> AttentionWeights:
+def make(norm, bias=False):
     maps = normal(0, H, D, E), normal(1, G, D, E), normal(2, G, D, E), normal(3, E, H, D)
     biases = {"q_bias": normal(4, H, D), "k_bias": normal(5, G, D)} if bias else {}
     norms = {"q_norm": head_norm(6, H, D, norm), "k_norm": head_norm(7, G, D, norm)}
     return AttentionWeights(*maps, **biases, **norms)
 
 
-def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
+def inputs(seed=11, sequences=40):
     """Tokens of six sorts, some longer than others, with a little noise: what a norm divides by
     follows the sort.
     """
@@ -34,7 +33,7 @@ def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
     return sorts[drawn] + 0.3 * normal(seed, sequences, TOKENS, E)
 
 
-def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
+def keys(weights, x):
     """Keys before they rotate, ``[B, G, T, D]``."""
     y = torch.einsum("hde,bte->bhtd", weights.k, x)
     y = y if weights.k_bias is None else y + weights.k_bias[:, None]
@@ -44,8 +43,8 @@ def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_projections_are_those_of_the_definition_and_the_map_misses_far_less_than_one_number(
-    norm: str, bias: bool
-) -> None:
+    norm, bias
+):
     """Keys of inputs that the fit has not seen, by the map and by one number per head."""
     weights = make(norm, bias)
     x = inputs()
@@ -64,7 +63,7 @@ def test_projections_are_those_of_the_definition_and_the_map_misses_far_less_tha
     )
 
 
-def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
+def test_without_text_a_map_is_the_projection_over_one_number_per_head():
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)
     linear = linearize_norms(weights, make_blank_statistics(weights, scales))

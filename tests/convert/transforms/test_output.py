@@ -7,7 +7,7 @@ from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.linalg import fit_output_projection
 
 
-def test_it_minimizes_the_damped_objective() -> None:
+def test_it_minimizes_the_damped_objective():
     heads = normal(1, 200, 12)
     target = normal(2, 200, 5)
     present = normal(3, 5, 12)

@@ -15,7 +15,7 @@ D = 4
 E = 10
 
 
-def weights(dtype: torch.dtype = torch.float32, **norm) -> AttentionWeights:
+def weights(dtype=torch.float32, **norm):
     shapes = {"q": (H, D, E), "k": (G, D, E), "v": (G, D, E), "o": (E, H, D)}
     shapes |= {"q_bias": (H, D), "k_bias": (G, D), "v_bias": (G, D), "o_bias": (E,)}
     drawn = {

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -33,7 +32,7 @@ PAIRS = [[0, 1], [2, 3]]
 ALL = [[0, 1, 2, 3]]
 
 
-def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
+def with_norms(weights, norm):
     if not norm:
         return weights
     q_norm, k_norm = (
@@ -42,10 +41,10 @@ def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
     return replace(weights, q_norm=q_norm, k_norm=k_norm)
 
 
-def make(heads: int, kv_heads: int, seed: int = 0, biases: str = "") -> AttentionWeights:
+def make(heads, kv_heads, seed=0, biases=""):
     draw = torch.Generator().manual_seed(seed)
 
-    def rand(*shape: int) -> Tensor:
+    def rand(*shape):
         return torch.randn(shape, generator=draw, dtype=torch.float64) / math.sqrt(shape[-1])
 
     shapes = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, D), "o": (E,)}
@@ -56,7 +55,7 @@ def make(heads: int, kv_heads: int, seed: int = 0, biases: str = "") -> Attentio
     return AttentionWeights(q, k, v, rand(E, heads, D), **extra)
 
 
-def related(norm: str, spread: float) -> AttentionWeights:
+def related(norm, spread):
     """Four heads that differ by ``spread``, each written in a basis of its own, as trained heads
     are.
     """
@@ -75,7 +74,7 @@ def related(norm: str, spread: float) -> AttentionWeights:
     return with_norms(weights, norm)
 
 
-def changed(weights: AttentionWeights, change: Callable[[Tensor], Tensor]) -> AttentionWeights:
+def changed(weights, change):
     """``change`` applied to all that is stored by key/value head."""
     stored = {name: getattr(weights, name) for name in ("k", "v", "k_bias", "v_bias")}
     changes = {name: change(rows) for name, rows in stored.items() if rows is not None}
@@ -83,35 +82,31 @@ def changed(weights: AttentionWeights, change: Callable[[Tensor], Tensor]) -> At
     return replace(weights, **changes, k_norm=norm)
 
 
-def inputs(seed: int = 1) -> Tensor:
+def inputs(seed=1):
     draw = torch.Generator().manual_seed(seed)
     mix = torch.randn(E, E, generator=draw, dtype=torch.float64) / math.sqrt(E)
     return torch.randn(4, TOKENS, E, generator=draw, dtype=torch.float64) @ mix + 0.3
 
 
-def fold(
-    weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY
-) -> AttentionWeights:
+def fold(weights, groups, rotary=ROTARY):
     moments = compute_layer_moments(weights, statistics_of(inputs(), weights.heads), rotary)
     return principal.fold_heads(moments, groups)
 
 
-def fold_and_attend(
-    weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY
-) -> Tensor:
+def fold_and_attend(weights, groups, rotary=ROTARY):
     return attend(fold(weights, groups, rotary), inputs(), rotary)
 
 
-def check_equal(found: Tensor, wanted: Tensor) -> None:
+def check_equal(found, wanted):
     assert relative_error(found, wanted) < 1e-5
 
 
-def error(found: AttentionWeights, wanted: AttentionWeights) -> float:
+def error(found, wanted):
     return relative_error(attend(found, inputs(), ROTARY), attend(wanted, inputs(), ROTARY))
 
 
 @pytest.mark.parametrize("biases", BIASES)
-def test_groups_of_one_keep_every_bit(biases: str):
+def test_groups_of_one_keep_every_bit(biases):
     weights = make(8, 4, biases=biases)
     folded = fold(weights, [[0], [1], [2], [3]])
     for name, wanted in vars(weights.map_tensors(Tensor.float)).items():
@@ -124,9 +119,7 @@ def test_groups_of_one_keep_every_bit(biases: str):
     [*itertools.product(ROTARIES, BIASES, [""]), *((ROTARY, "", norm) for norm in NORMS)],
 )
 @pytest.mark.parametrize(("heads", "members"), [(4, 2), (8, 2), (8, 4)])
-def test_identical_heads_fold_exactly(
-    rot: Rotary, biases: str, norm: str, heads: int, members: int
-):
+def test_identical_heads_fold_exactly(rot, biases, norm, heads, members):
     weights = changed(
         with_norms(make(heads, 2, biases=biases), norm),
         lambda rows: rows.repeat_interleave(members, 0),
@@ -145,7 +138,7 @@ def test_identical_heads_fold_exactly_beyond_the_calibration_text():
 
 
 @pytest.mark.parametrize("biases", BIASES)
-def test_rotations_of_value_heads_change_nothing(biases: str):
+def test_rotations_of_value_heads_change_nothing(biases):
     weights = make(4, 4, biases=biases)
     turns = torch.linalg.qr(normal(3, 4, D, D))[0]
     bias = None if weights.v_bias is None else torch.einsum("hab,hb->ha", turns, weights.v_bias)
@@ -157,14 +150,14 @@ def test_rotations_of_value_heads_change_nothing(biases: str):
 
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("rot", ROTARIES[:2])
-def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str):
+def test_phases_and_moduli_of_key_pairs_change_nothing(rot, biases):
     weights = make(8, 4, biases=biases)
     modulus = normal(3, 4, rot.dims // 2).sigmoid() + 0.5
     phase = 7 * normal(4, 4, rot.dims // 2)
     on_keys = torch.polar(modulus, phase)
     on_queries = torch.polar(1 / modulus, phase).repeat_interleave(2, 0)
 
-    def multiply(rows: Tensor | None, factors: Tensor) -> Tensor | None:
+    def multiply(rows, factors):
         if rows is None:
             return None
         return multiply_pairs(rows.reshape(len(rows), D, -1), factors).reshape(rows.shape)
@@ -200,7 +193,7 @@ def test_value_bias_is_exact_with_an_output_bias():
 
 @pytest.mark.parametrize("norm", ["", *NORMS])
 @pytest.mark.parametrize("groups", [PAIRS, ALL])
-def test_sees_through_bases_where_pooling_fails(norm: str, groups: list[list[int]]):
+def test_sees_through_bases_where_pooling_fails(norm, groups):
     weights = related(norm, 0.25)
     pooled = changed(weights, lambda rows: rows.unflatten(0, (len(groups), -1)).mean(1))
     assert error(fold(weights, groups), weights) < 0.43 * error(pooled, weights)

@@ -7,25 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.layers import dense_distances, normal, plain_rotary
-from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
 from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead
 from kvfold.convert.transforms.linalg import multiply_pairs
-from kvfold.convert.transforms.weights import Rotary
 
 D = 8
 CONTEXT = 40
 
 
-def moments(count: int, members: int) -> tuple[Tensor, Tensor]:
+def moments(count, members):
     """``keys [m, D, m, D]`` and ``queries [n, D, D]`` of correlated random heads."""
     keys = normal(0, members * D, members * D)
     queries = normal(1, count, D, D)
     return (keys @ keys.T).reshape(members, D, members, D), queries @ queries.mT
 
 
-def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotary) -> float:
+def objective(head, group, weights, rot):
     """``sum_h E |(A q)^T R (sum_j B_j k_j) - q^T R k|^2``, one head and one distance after the
     other.
     """
@@ -47,9 +45,7 @@ def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotar
     return total
 
 
-def case(
-    dims: int, members: int = 3, repeat: int = 2
-) -> tuple[SharedHead, GroupMoments, Tensor, Rotary]:
+def case(dims, members=3, repeat=2):
     """The principal keys of a group, its moments, the attention profile of its query heads, and the
     rotation.
     """
@@ -63,7 +59,7 @@ def case(
 
 
 @pytest.mark.parametrize("dims", [D, D // 2])
-def test_lost_energy_is_the_objective(dims: int):
+def test_lost_energy_is_the_objective(dims):
     start, group, profile, rot = case(dims)
     fitted = score_fit.fit_scores(start, group)
     weights = dense_distances(profile, CONTEXT)
@@ -74,7 +70,7 @@ def test_lost_energy_is_the_objective(dims: int):
 
 
 @pytest.mark.parametrize("dims", [D, D // 2])
-def test_every_round_lowers_the_objective(dims: int):
+def test_every_round_lowers_the_objective(dims):
     start, group, profile, rot = case(dims)
     errors = [objective(start, group, dense_distances(profile, CONTEXT), rot)]
     for rounds in (1, 2, 5, 10):

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import torch
 from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
-from torch import Tensor
 
 from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import adapt_to_norm
 from kvfold.convert.transforms.sinks import SHARES, add_sink_channel, weight_tokens_by_attention
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
+from kvfold.convert.transforms.weights import AttentionWeights
 
 E = 32
 H = 4
@@ -24,7 +23,7 @@ STILL = plain_rotary(0)
 ALL = [[0, 1, 2, 3]]
 
 
-def layer(sink: float) -> AttentionWeights:
+def layer(sink):
     """Four heads whose queries all look for the first input dim: ``sink`` is its score."""
     q, k, v = (normal(seed, H, D, E) / E**0.5 for seed in (1, 2, 3))
     looked_for = normal(5, H, D)
@@ -33,7 +32,7 @@ def layer(sink: float) -> AttentionWeights:
     return AttentionWeights(q, k, v, normal(4, E, H, D) / E**0.5, q_bias=looked_for * D**0.5)
 
 
-def inputs(seed: int) -> Tensor:
+def inputs(seed):
     """``[4, T, E]``: only the first token has anything in the first dim."""
     x = normal(seed, 4, T, E)
     x[..., 0] = 0
@@ -42,7 +41,7 @@ def inputs(seed: int) -> Tensor:
     return x
 
 
-def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
+def measured(weights, x):
     query, key = (torch.einsum("hde,bte->bhtd", rows, x) for rows in (weights.q, weights.k))
     assert weights.q_bias is not None
     _, received = sum_attention_by_distance_and_key(query + weights.q_bias[:, None], key, D**-0.5)
@@ -53,12 +52,12 @@ def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     return replace(statistics_of(x, H), received_gram=gram, received_mean=mean)
 
 
-def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
+def test_a_sink_needs_tokens_weighted_by_received_attention():
     weights = layer(sink=10.0)
     held_out = inputs(8)
     expected = attend(weights, held_out, STILL)
 
-    def error(folded: AttentionWeights) -> float:
+    def error(folded):
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
@@ -71,7 +70,7 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
     assert weighted < 0.9 * plain
 
 
-def latent() -> LatentWeights:
+def latent():
     """Almost nothing of the sink is in the latent."""
     down = normal(2, R, E)
     down[:, 0] = 0.02
@@ -89,14 +88,14 @@ def latent() -> LatentWeights:
     )
 
 
-def values(weights: LatentWeights, x: Tensor, live: bool = True) -> Tensor:
+def values(weights, x, live=True):
     """The values ``[B, H, T, D]``, behind a live norm or without it."""
     c = x @ weights.down.mT
     c = c * c.square().mean(-1, keepdim=True).rsqrt() if live else c
     return torch.einsum("hdr,btr->bhtd", weights.uv, c)
 
 
-def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> None:
+def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short():
     x = inputs(7)
     plain = latent()
     statistics = measured(layer(sink=10.0), x)
