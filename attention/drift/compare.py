@@ -28,6 +28,10 @@ _NEGLIGIBLE = -80.0
 # tokens of the first stretch of positions
 _FIRST = 64
 
+# progress(tokens, heads): so many more tokens have passed a layer of one of the models or, if
+# ``heads`` is true, the output heads of both.
+ComparisonProgress = Callable[[int, bool], None]
+
 
 @dataclass(frozen=True)
 class LayerDrift:
@@ -92,10 +96,10 @@ def compare_models(
     student: LayerStream,
     tokens: Tensor,
     batch: int,
-    progress: Callable[[], None] = lambda: None,
+    progress: ComparisonProgress = lambda tokens, heads: None,
 ) -> DriftMeasurement:
     """Compare ``student`` with ``teacher`` layer by layer over ``tokens [N, T]``, ``batch``
-    sequences at a time. Calls ``progress()`` after each layer.
+    sequences at a time.
     """
     batches = torch.split(tokens, batch)
     expected = [teacher.embed(rows) for rows in batches]
@@ -103,9 +107,10 @@ def compare_models(
     layers = []
     for index in range(teacher.layers):
         with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
-            layers.append(compare_layer(layer, student_layer, expected, actual, student))
-        progress()
-    measured = compare_predictions(teacher, student, expected, actual, batches)
+            layers.append(compare_layer(layer, student_layer, expected, actual, student, progress))
+    measured = compare_predictions(
+        teacher, student, expected, actual, batches, lambda compared: progress(compared, True)
+    )
     return replace(measured, layers=tuple(layers))
 
 
@@ -115,6 +120,7 @@ def compare_layer(
     expected: MutableSequence[Tensor],
     actual: MutableSequence[Tensor],
     student: LayerStream,
+    progress: ComparisonProgress,
 ) -> LayerDrift:
     """Run the residual streams of both models (lists of ``[B, T, E]``, replaced in place) through
     one layer, and return the drift of this layer.
@@ -135,6 +141,7 @@ def compare_layer(
         errors.append(torch.stack([_sum_squared_error(*pair) for pair in pairs]))
         expected[batch] = output.states
         actual[batch] = propagated.states
+        progress(2 * hidden.shape[:2].numel(), False)
     sums = torch.stack(errors).sum(0).tolist()
     return LayerDrift(*[compute_relative_error(*pair) for pair in sums])
 

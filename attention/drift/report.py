@@ -8,7 +8,7 @@ is due to rounding; a drift above it is due to the conversion.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.checks import expect_at_least
-from kvfold.attention.drift.compare import DriftMeasurement, compare_models
+from kvfold.attention.drift.compare import (
+    ComparisonProgress,
+    DriftMeasurement,
+    compare_models,
+)
 from kvfold.attention.drift.metrics import make_metric_rows, metrics_to_dict, replace_non_finite
 from kvfold.attention.drift.streams import LayerStream, make_layer_stream
 
@@ -124,7 +128,7 @@ def measure_drift(
     dtype: torch.dtype | None = None,
     batch: int | None = None,
     floor: bool = True,
-    progress: Callable[[], None] = lambda: None,
+    progress: ComparisonProgress = lambda tokens, heads: None,
 ) -> DriftReport:
     """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding),
     layer by layer.
@@ -132,9 +136,10 @@ def measure_drift(
     Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the
     computation; by default, a loaded model runs on the GPU if there is one, a stream stays on its
     device, and both keep their dtype. ``batch`` is the number of sequences that go through a layer
-    at once. ``floor`` asks for the rounding floor. ``progress`` is called after each layer of the
-    models and of the floor. Cache bytes are for the models as passed. Raises
-    ValueError for tokens of the wrong shape or dtype, or models of different depth or vocabulary.
+    at once. ``floor`` asks for the rounding floor. ``progress(tokens, heads)`` is called with the
+    tokens that have passed a layer of one of the models since its last call or, if ``heads`` is
+    true, the output heads of both. Cache bytes are for the models as passed. Raises ValueError for
+    tokens of the wrong shape or dtype, or models of different depth or vocabulary.
     """
     integers = tokens.dtype in (torch.int32, torch.int64)
     if tokens.dim() != 2 or not integers or len(tokens) < 1 or tokens.shape[1] < 2:
@@ -167,20 +172,17 @@ def make_drift_report(
     tokens: Tensor,
     *,
     floor: bool = True,
-    progress: Callable[[], None] = lambda: None,
+    progress: ComparisonProgress = lambda tokens, heads: None,
 ) -> DriftReport:
     """Return the report on ``measured``, a comparison over ``tokens [N, T]``, with the cache sizes
     in bytes and, if ``floor`` is true, the drift that rounding alone causes.
-
-    The floor is measured on about 512 tokens in at least one sequence; ``progress`` is called after
-    each of its layers.
     """
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     lowest = None
     # no dtype is wider than float64
     if floor and coarse != torch.float64:
         exact = torch.float64 if coarse == torch.float32 else torch.float32
-        some = tokens[: max(1, _FLOOR_TOKENS // tokens.shape[1])]
+        some = select_floor_tokens(tokens)
         reference = source.to(dtype=exact)
         lowest = compare_models(
             reference, make_layer_stream(source, dtype=coarse), some, len(some), progress
@@ -196,6 +198,13 @@ def make_drift_report(
         student_cache_bytes=student.measure_cache_bytes_per_token(),
         floor=lowest,
     )
+
+
+def select_floor_tokens(tokens: Tensor) -> Tensor:
+    """Return the sequences of ``tokens [N, T]`` on which the rounding floor is measured: about 512
+    tokens, in at least one sequence.
+    """
+    return tokens[: max(1, _FLOOR_TOKENS // tokens.shape[1])]
 
 
 def compute_perplexity(loss: float) -> float:

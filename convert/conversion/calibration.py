@@ -3,7 +3,8 @@ and measure the converted checkpoint by both.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -14,9 +15,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import compare_models, compare_predictions
+from kvfold.attention.drift.compare import (
+    ComparisonProgress,
+    compare_models,
+    compare_predictions,
+)
 from kvfold.attention.drift.metrics import replace_non_finite
-from kvfold.attention.drift.report import DriftReport, format_dtype, make_drift_report
+from kvfold.attention.drift.report import (
+    DriftReport,
+    format_dtype,
+    make_drift_report,
+    select_floor_tokens,
+)
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -203,14 +213,29 @@ def _write_sequences(
     return tokens
 
 
+@contextmanager
+def open_comparison_stage(
+    stages: ProgressStages, name: str, source: CheckpointStream, *texts: Tensor
+) -> Iterator[ComparisonProgress]:
+    """A context manager for a stage that compares models of the size of ``source`` on ``texts [N,
+    T]``. It counts tokens in each layer, and in the logits as many times as they take the time of
+    a layer. Its value is the function to call with them.
+    """
+    shapes = (weight.shape for weight in source.weights.expected.values())
+    logits = max(1, round(2 * source.layers * measure_logits_share(shapes, source.vocabulary)))
+    layers = 2 * source.layers
+    total = sum(text.numel() * layers + text[:, 1:].numel() * logits for text in texts)
+    with stages(name, total, "token") as advance:
+        yield lambda tokens, heads: advance(tokens * logits if heads else tokens)
+
+
 @torch.no_grad()
 def measure_checkpoint(
     checkpoint: Checkpoint, calibration: Calibration, stages: ProgressStages
 ) -> DriftReport:
     """Measure the converted ``checkpoint`` against the source on held-out text: KL
     divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
-    position. The stage ``measure`` counts the layers of each comparison; the stage ``positions``
-    counts tokens in each layer, and in the logits as many times as they take the time of a layer.
+    position.
 
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
@@ -221,9 +246,8 @@ def measure_checkpoint(
     student = CheckpointStream(
         checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
     )
-    # The layers of the models, and those of the rounding floor.
-    with stages("measure", 2 * source.layers, "layer") as advance:
-        progress = partial(advance, 1)
+    floor = select_floor_tokens(tokens.held_out)
+    with open_comparison_stage(stages, "measure", source, tokens.held_out, floor) as progress:
         size = choose_sequences_per_chunk(source.device, length)
         measured = compare_models(source, student, tokens.held_out, size, progress)
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
@@ -231,16 +255,13 @@ def measure_checkpoint(
     count, length = tokens.long.shape
     if not count:
         return report
-    shapes = (weight.shape for weight in source.weights.expected.values())
-    logits = max(1, round(2 * source.layers * measure_logits_share(shapes, source.vocabulary)))
-    total = count * length * 2 * source.layers + count * (length - 1) * logits
     if not stages.quiet and stages.progress is None:
         print(f"measuring the loss by position on {count} x {length} tokens", file=sys.stderr)
-    with stages("positions", total, "token") as advance:
-        progress = partial(advance, count * length)
+    with open_comparison_stage(stages, "positions", source, tokens.long) as progress:
+        layer = partial(progress, count * length, False)
         try:
-            expected = run_all_layers(source, tokens.long, progress)
-            actual = run_all_layers(student, tokens.long, progress)
+            expected = run_all_layers(source, tokens.long, layer)
+            actual = run_all_layers(student, tokens.long, layer)
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {report.length} tokens: {error}", file=sys.stderr)
@@ -252,7 +273,7 @@ def measure_checkpoint(
             expected,
             actual,
             chunks,
-            lambda compared: advance(compared * logits),
+            lambda compared: progress(compared, True),
         ).stretches
     return replace(report, stretches=stretches)
 

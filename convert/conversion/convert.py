@@ -33,11 +33,11 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
     OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of
     a stage, possibly from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at
-    the same time ``write`` (bytes), ``teacher`` (layers), ``polish`` (steps), and ``measure``
-    (layers). Without ``progress``, bars appear on stderr. If torch.distributed is initialized, its
-    processes share the work and each must call this function; only the first returns the record,
-    the others an empty one. Raises InputError if the request or the checkpoint is invalid; nothing
-    is written then.
+    the same time ``write`` (bytes), ``teacher`` (layers), ``polish`` (steps), ``measure`` and
+    ``positions`` (tokens). Without ``progress``, bars appear on stderr. If torch.distributed is
+    initialized, its processes share the work and each must call this function; only the first
+    returns the record, the others an empty one. Raises InputError if the request or the checkpoint
+    is invalid; nothing is written then.
 
     >>> options = {"to": "mqa", "method": "mean", "quiet": True}
     >>> convert_checkpoint(ConvertRequest(demo_folder(), folder / "mqa", **options)).attention
@@ -70,15 +70,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             if request.calibrated:
                 with stages("reading the text and the model"):
                     from kvfold.convert.conversion.calibration import load_source_and_text
-                    from kvfold.convert.conversion.estimate import (
-                        time_first_layer_and_announce_stages,
-                    )
+                    from kvfold.convert.conversion.estimate import announce_conversion
 
                     calibration = load_source_and_text(plan, folder, stages)
-                # Converts the first layer on a few tokens only to time it.
-                time_first_layer_and_announce_stages(
-                    plan, calibration, count_finished_layers(folder), stages
-                )
+                announce_conversion(plan, calibration, count_finished_layers(folder), stages)
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
 

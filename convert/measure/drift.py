@@ -3,14 +3,14 @@
 import sys
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from kvfold.attention.drift.report import DriftReport, measure_drift
+from kvfold.attention.drift.report import DriftReport, measure_drift, select_floor_tokens
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.conversion.calibration import open_comparison_stage
 from kvfold.convert.conversion.memory import check_needs, count_elements, estimate_comparison
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError
@@ -27,8 +27,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
     The default text ships with kvfold and is never used for calibration. ``seed`` selects the
-    sequences. ``progress`` works as in `convert_checkpoint`, with the stage ``compare`` (layers,
-    then those of the rounding floor). The report's ``about`` contains the names and hashes of the
+    sequences. ``progress`` works as in `convert_checkpoint`, with the stage ``compare`` (tokens).
+    The report's ``about`` contains the names and hashes of the
     models and the text. Raises InputError if a checkpoint cannot be opened, the models do not
     match, or the text is too short.
 
@@ -74,10 +74,10 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         teacher = open_layer_stream(source, device, request.dtype)
         compared = open_layer_stream(student, device, request.dtype)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
-        # The layers of the models, and those of the rounding floor.
-        total = 2 * teacher.layers
-        with ProgressStages(progress, request.quiet)("compare", total, "layer") as advance:
-            report = measure_drift(teacher, compared, tokens, progress=partial(advance, 1))
+        stages = ProgressStages(progress, request.quiet)
+        floor = select_floor_tokens(tokens)
+        with open_comparison_stage(stages, "compare", teacher, tokens, floor) as advance:
+            report = measure_drift(teacher, compared, tokens, progress=advance)
         about: dict[str, dict[str, Any]] = {
             "source": {"name": source.origin, "sha256": source.compute_model_digest()},
             "converted": {"name": student.origin, "sha256": student.compute_model_digest()},

@@ -33,6 +33,7 @@ from kvfold.attention.drift.metrics import (
 from kvfold.attention.drift.report import compute_perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
+from kvfold.convert.conversion.estimate import announce_sweep
 from kvfold.convert.conversion.judgment import (
     LIMITS,
     NEAR,
@@ -246,9 +247,9 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a
     budget ``mla:N`` is chosen by trials in a few layers. The other options are the same as in
     `ConvertRequest`; ``out`` is that of the rows' requests. ``progress`` works as in
-    `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
-    ``sweep`` (layers times targets that are fitted together). The residual streams of all
-    calibration tokens stay in memory, once for the source and once for each target. Raises
+    `convert_checkpoint`, with the stages ``survey``, ``splits``, ``sweep`` (layers times targets
+    that are fitted together) and ``measure`` (tokens times these targets). The residual streams of
+    all calibration tokens stay in memory, once for the source and once for each target. Raises
     InputError for an invalid target, option or checkpoint.
 
     >>> sizes = {"samples": 4, "seq_len": 32, "quiet": True}
@@ -278,10 +279,14 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
                 raise error.with_prefix(f"--targets {target}") from error
         plan = next(iter(plans.values()))
         check_memory(plan)
-        calibration = load_source_and_text(plan, None, stages)
+        with stages("reading the text and the model"):
+            calibration = load_source_and_text(plan, None, stages)
         folds = {target: plan for target, plan in plans.items() if plan.latent is None}
         latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
-        for group in filter(None, [folds, latents]):
+        groups = [group for group in (folds, latents) if group]
+        estimates = announce_sweep([group.values() for group in groups], calibration, stages)
+        for group, seconds in zip(groups, estimates, strict=True):
+            stages.estimates = seconds
             for row in _fit_and_measure_targets(group, calibration, stages):
                 rows[row.target] = row
                 if not request.quiet:
@@ -348,17 +353,19 @@ def _fit_and_measure_targets(
                 walk_layer.advance_student(tensors)
                 student.seconds += time.monotonic() - started
                 advance(1)
-    for student in students:
-        request = student.plan.request
-        if latent := student.plan.latent:
-            request = replace(
-                request, budget=None, kv_rank=latent.kv_rank, rope_dim=latent.rope_dim
+    compared = calibration.tokens.held_out[:, 1:].numel()
+    with stages("measure", compared * len(students), "token") as advance:
+        for student in students:
+            request = student.plan.request
+            if latent := student.plan.latent:
+                request = replace(
+                    request, budget=None, kv_rank=latent.kv_rank, rope_dim=latent.rope_dim
+                )
+            yield SweepRow(
+                target=student.target,
+                request=request,
+                kind=student.plan.output.kind,
+                cache_elements=student.plan.result.count_cache_elements(),
+                measured=student.walk.measure_drift(advance),
+                seconds=student.seconds,
             )
-        yield SweepRow(
-            target=student.target,
-            request=request,
-            kind=student.plan.output.kind,
-            cache_elements=student.plan.result.count_cache_elements(),
-            measured=student.walk.measure_drift(),
-            seconds=student.seconds,
-        )

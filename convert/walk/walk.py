@@ -242,16 +242,16 @@ class Walk:
             yield WalkLayer(layer, self)
 
     @torch.no_grad()
-    def measure_drift(self) -> DriftMeasurement:
+    def measure_drift(self, progress: Callable[[int], None] = lambda _: None) -> DriftMeasurement:
         """Return the drift of the whole student from the teacher on the held-out sequences; call it
-        after the last layer.
+        after the last layer. Calls ``progress`` as `compare_predictions` does.
         """
         source = self.teacher.stream
         student = self.student.stream
         tokens = self.teacher.tokens
         chunks = torch.split(tokens, choose_sequences_per_chunk(source.device, tokens.shape[1]))
         measured = compare_predictions(
-            source, student, self.teacher.held_out, self.held_out, chunks
+            source, student, self.teacher.held_out, self.held_out, chunks, progress
         )
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()

@@ -10,6 +10,7 @@ from helpers.attention import random_tokens, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention import measure_drift
+from kvfold.attention.drift import compare
 from kvfold.attention.drift.compare import compute_kl_terms, compute_margin, split_positions
 from kvfold.attention.drift.streams import LoadedStream
 
@@ -32,6 +33,22 @@ def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not():
     for floor in report.floor.layers:
         assert 1e-9 < floor.attention_local < 1e-5
         assert 1e-9 < floor.residual_propagated < 1e-5
+
+
+def test_progress_is_told_in_each_layer_and_in_each_block_of_logits(monkeypatch):
+    model = tiny_decoder()
+    tokens = random_tokens()
+    block = 8  # tokens whose logits are computed at once
+    monkeypatch.setattr(compare, "_CPU_LOGITS", block * model.config.vocab_size)
+    calls = []
+    measure_drift(
+        model, model, tokens, batch=2, floor=False, progress=lambda *call: calls.append(call)
+    )
+    layers = [count for count, heads in calls if not heads]
+    heads = [count for count, heads in calls if heads]
+    assert sum(layers) == 2 * len(model.model.layers) * tokens.numel()
+    assert sum(heads) == tokens[:, 1:].numel()
+    assert max(heads) <= block
 
 
 def run_stock(model, tokens):

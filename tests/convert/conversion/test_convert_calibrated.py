@@ -163,6 +163,8 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
         "positions",
     ]
     assert [step[1:] for step in steps if step[0] == "splits"] == [(done, 3) for done in range(4)]
+    ends = {stage: (done, total) for stage, done, total in steps}
+    assert all(done == total for done, total in ends.values()), ends
 
 
 @pytest.mark.slow

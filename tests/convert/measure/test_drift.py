@@ -86,11 +86,14 @@ def test_figures_by_position_are_rows_where_there_are_several():
     assert make_position_rows(replace(REPORT, stretches=stretches[:1])) == []
 
 
-def test_layers_and_then_rounding_are_counted():
+def test_tokens_in_layers_and_logits_are_counted():
     calls = []
     request = DriftRequest(demo_folder(), demo_folder(), samples=1, seq_len=16, quiet=True)
     drift_checkpoints(request, lambda *step: calls.append(step))
-    assert calls == [("compare", done, 8) for done in range(9)]
+    stages, done, (total, *_) = zip(*calls, strict=True)
+    assert set(stages) == {"compare"}
+    assert len(set(done)) > 8
+    assert (done[0], done[-1]) == (0, total)
 
 
 def test_swapped_models_are_told(demo_latent, capsys):
