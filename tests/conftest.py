@@ -14,9 +14,9 @@ import tiny_models
 
 pytest.register_assert_rewrite("helpers")
 
-# The models of the tests are tiny: more threads only wait for each other. Set before torch is
-# imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The models of the tests are tiny: more threads only wait for each other, and forks have one. Set
+# before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -66,16 +66,20 @@ def told() -> Callable[[object], None]:
 
 @pytest.fixture
 def refused() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[Exception]]]:
-    """``with refused():`` asserts an error, by default an InputError, with a message of the form
-    that every error has.
+    """``with refused("--seq-len", field="samples"):`` asserts an error, by default an InputError,
+    that blames this field, with these texts in it and of the form that every error has.
     """
     from kvfold.convert.errors import InputError
 
     @contextmanager
-    def expect(kind: type[Exception] = InputError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    def expect(
+        *texts: str, field: str | None = None, kind: type[Exception] = InputError
+    ) -> Iterator[pytest.ExceptionInfo[Exception]]:
         with pytest.raises(kind) as caught:
             yield caught
         check_message(caught.value)
+        assert all(text in str(caught.value) for text in texts), caught.value
+        assert field in (None, getattr(caught.value, "field", None))
 
     return expect
 

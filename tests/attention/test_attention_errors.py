@@ -58,5 +58,5 @@ CASES = {
 
 @pytest.mark.parametrize("call", CASES.values(), ids=CASES)
 def test_a_wrong_argument_is_an_error_that_says_its_rule(call, refused):
-    with refused(ValueError):
+    with refused(kind=ValueError):
         call()

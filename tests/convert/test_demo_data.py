@@ -26,18 +26,6 @@ def held_out(tokenizer):
     )
 
 
-@pytest.mark.parametrize(
-    ("split", "count"), [("train", 400), ("calibration", 50), ("held_out", 25)]
-)
-def test_documents_are_the_text_split_at_its_separator(split, count):
-    documents = read_documents(split)
-    assert SEPARATOR.join(documents) == (text := read_text(split))
-    assert len(documents) > count
-    assert all(len(document) >= 200 and document == document.strip() for document in documents)
-    personal = r"/root/|/home/\w|\w@\w+\.\w+|object at 0x\w{9}|copyright|contributor agreement"
-    assert not re.search(personal, text, re.IGNORECASE)
-
-
 def test_splits_share_no_paragraph_of_ten_words_and_almost_no_run_of_eight():
     seen: dict[str, str] = {}
     known: set[tuple[str, ...]] = set()

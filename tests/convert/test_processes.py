@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import forked
 
@@ -29,7 +28,6 @@ def run_two():
 
 @pytest.mark.slow
 def test_the_error_of_rank_0_is_that_of_all(tmp_path):
-    torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path, run_two)
     assert [child.status for child in ended] == [0, 0], ended
     assert [json.loads(child.stdout) for child in ended] == [

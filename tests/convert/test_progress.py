@@ -66,17 +66,6 @@ def test_an_estimate_gives_the_time_left_before_the_first_step_and_yields_to_the
     assert int(left[-1][1]) <= 10
 
 
-def test_a_stage_within_another_stops_its_clock(monkeypatch):
-    terminal = open_terminal(monkeypatch)
-    stages = progress.ProgressStages()
-    with stages("polish", 2, "step") as advance:
-        with stages("teacher", 1, "layer"):
-            time.sleep(2.2)
-        advance(1)
-        time.sleep(0.1)
-    assert re.search(r"polish 1/2 steps .*, about 1 s left", terminal.getvalue())
-
-
 def test_steps_go_to_the_caller_where_there_is_one(capsys):
     steps = []
     stages = progress.ProgressStages(lambda *step: steps.append(step))

@@ -57,9 +57,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     """The files that an undisturbed run writes."""
-    import torch
 
-    torch.set_num_threads(1)  # a fork has one thread
     parent = tmp_path_factory.mktemp("whole")
     written = {}
     for name in (*RUNS, "trained"):

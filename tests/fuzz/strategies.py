@@ -114,29 +114,3 @@ option_values = st.one_of(
     st.sampled_from([str(number) for number in NUMBERS] + ["nan", "1e400", "0x10", "9" * 5000]),
     st.sampled_from(TABLES["words"] + STRINGS),
 )
-
-
-@st.composite
-def reorganized_tensors(draw, tensors):
-    """Tensors under other names, left out, doubled or added, as tools and trainings leave them."""
-    action = draw(st.sampled_from(["prefix", "strip", "drop", "head", "tie", "bias", "layer"]))
-    if action == "prefix":
-        prefix = draw(st.sampled_from(["_orig_mod.", "module.", "model."]))
-        return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-    if action == "strip":
-        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    changed = dict(tensors)
-    name = draw(st.sampled_from(sorted(tensors)))
-    if action == "drop":
-        del changed[name]
-    elif action == "head":
-        embeddings = next(value for key, value in tensors.items() if "embed" in key)
-        changed["lm_head.weight"] = embeddings * 2
-    elif action == "tie":
-        changed.pop("lm_head.weight", None)
-    elif action == "bias":
-        name = draw(st.sampled_from([name for name in sorted(tensors) if "layers.0" in name]))
-        changed[name.replace("weight", "bias")] = tensors[name].flatten()[:16].clone()
-    else:
-        changed[name.replace(".0.", ".7.").replace(".1.", ".7.")] = tensors[name].clone()
-    return changed

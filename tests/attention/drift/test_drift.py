@@ -194,7 +194,7 @@ def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch,
     ],
 )
 def test_what_cannot_be_compared_is_an_error(changes, tokens, options, refused):
-    with refused(ValueError):
+    with refused(kind=ValueError):
         measure_drift(tiny_decoder(), tiny_decoder(**changes), tokens, **options)
 
 

@@ -132,10 +132,8 @@ def test_all_is_passed_on_but_weights_training_states_code_and_what_is_written_a
 )
 def test_names_of_a_wrapper_for_training_are_refused_with_the_way_out(folder, refused, part):
     save_file({f"{part}weight": torch.ones(1)}, folder / "model.safetensors")
-    with refused() as caught:
+    with refused(part.split(".")[-2], "merge_and_unload"):
         open_checkpoint(folder)
-    assert part.split(".")[-2] in caught.value.message
-    assert "merge_and_unload" in caught.value.message
 
 
 def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_named(
@@ -145,14 +143,12 @@ def test_missing_shards_are_one_line_and_a_quantized_file_beside_an_index_is_nam
     stale = {f"w{number}": f"model-{number}-of-9.safetensors" for number in range(9)}
     changed = json.dumps(index | {"weight_map": index["weight_map"] | stale})
     (sharded / "model.safetensors.index.json").write_text(changed)
-    with refused() as caught:
+    with refused("and 6 more") as caught:
         open_checkpoint(sharded)
-    assert "and 6 more" in caught.value.message
     assert not caught.value.details
     save_file({"w.qweight": torch.ones(1).int()}, sharded / "model.safetensors")
-    with refused() as caught:
+    with refused("move it away"):
         open_checkpoint(sharded)
-    assert "move it away" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -172,10 +168,8 @@ def test_kinds_of_quantization_are_named(folder, refused, kind, config, tensors)
     save_file(tensors, folder / "model.safetensors")
     if kind == "ModelOpt":
         (folder / "hf_quant_config.json").write_text("{}")
-    with refused() as caught:
+    with refused(kind, "from_pretrained and save_pretrained"):
         open_checkpoint(folder)
-    assert kind in caught.value.message
-    assert "from_pretrained and save_pretrained" in caught.value.message
 
 
 def test_settings_that_a_dequantized_model_keeps_are_named(folder, refused):
@@ -183,9 +177,8 @@ def test_settings_that_a_dequantized_model_keeps_are_named(folder, refused):
     settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
     save_file({"w.weight": torch.ones(1)}, folder / "model.safetensors")
-    with refused() as caught:
+    with refused("remove quantization_config from config.json"):
         open_checkpoint(folder)
-    assert "remove quantization_config from config.json" in caught.value.message
     save_file({"w.weight": torch.ones(1).byte()}, folder / "model.safetensors")
     with refused() as caught:
         open_checkpoint(folder)
@@ -195,10 +188,8 @@ def test_settings_that_a_dequantized_model_keeps_are_named(folder, refused):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", FIRST])
 def test_pointers_in_place_of_files_are_named(sharded, refused, name):
     (sharded / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    with refused() as caught:
+    with refused(name, "git lfs pull"):
         open_checkpoint(sharded)
-    assert name in caught.value.message
-    assert "git lfs pull" in caught.value.message
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded):

@@ -213,10 +213,10 @@ def test_a_legacy_source_is_cast_but_not_if_that_overflows(tmp_path, out, refuse
 def test_plans_that_are_not_followed(out, refused):
     shards = assign_shards([PlannedTensor(name, "F32", (2,), None) for name in "ab"], GB)
     writer = ShardWriter(out, shards)
-    with refused(KvfoldError):
+    with refused(kind=KvfoldError):
         writer.write({"a": torch.ones(2, 1)})
     assert writer.write({"a": torch.ones(2), "another process's": torch.ones(2)}) == 8
-    with refused(KvfoldError):
+    with refused(kind=KvfoldError):
         writer.finish()
     with pytest.raises(FileExistsError):  # no existing file is overwritten
         ShardWriter(out, shards)

@@ -16,7 +16,6 @@ from kvfold.convert.conversion import card
 from kvfold.convert.conversion.card import (
     escape_markdown_value,
     format_front_matter,
-    render_trained_card,
 )
 from kvfold.convert.conversion.judgment import judge_drift
 from kvfold.convert.data import demo_folder
@@ -98,16 +97,6 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     run_kvfold("uptrain", *shlex.split(line), *sizes.split())
     assert read_json(Path("trained.json"))["request"]["teacher"] == "tiny"
     assert (tmp_path / "trained" / "config.json").is_file()
-
-
-def test_a_trained_card_begins_with_the_training():
-    front = "---\nlicense: mit\n---\n\n"
-    card = f"{front}# Tiny, MQA\n\nText.\n\n| | source | this checkpoint |\n"
-    found = render_trained_card(card, "out", "Trained for 2 steps.")
-    assert found.startswith(f"{front}# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
-    assert found.endswith("| | source | before the uptraining |\n")
-    assert render_trained_card("", "out", "Trained.") == "# out\n\nTrained.\n"
-    assert render_trained_card("Words.", "out", "Trained.").endswith("uptraining\n\nWords.\n")
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):

@@ -11,7 +11,6 @@ from helpers.checkpoints import assert_same_tensors, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.conversion import splits
-from kvfold.convert.conversion.calibration import count_long_sequences
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import (
@@ -88,24 +87,6 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
     assert "the loss by position ends at 64 tokens: calibration text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "samples", "expected"),
-    [(1024, 128, 4), (1024, 64, 3), (262_144, 128, 3), (262_144, 8, 1)],
-)
-def test_fewer_sequences_are_measured_by_position_where_they_cost_more(
-    vocabulary, samples, expected
-):
-    width = 896
-    shapes = [(vocabulary, width), *[(width, width)] * 24 * 4, *[(width, 4864)] * 24 * 3]
-    tensors = {str(i): Mock(shape=shape) for i, shape in enumerate(shapes)}
-    plan = Mock(
-        request=Mock(positions=True, samples=samples, calibration_length=512),
-        geometry=Mock(vocabulary=vocabulary, positions=32768),
-        model=Mock(tensors=tensors),
-    )
-    assert count_long_sequences(plan) == expected
-
-
 def test_no_positions_skips_their_sequences(tmp_path):
     done = convert(tmp_path / "out", to="mqa", positions=False)
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
@@ -123,9 +104,8 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
 
 
 def test_a_length_beyond_the_context_is_refused_before_any_work(tmp_path, refused):
-    with refused() as caught:
+    with refused(field="seq_len"):
         convert(tmp_path / "out", to="mqa", seq_len=4096)
-    assert caught.value.field == "seq_len"
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import forked
 from helpers.checkpoints import read_json
 from helpers.processes import run_python
@@ -55,7 +54,6 @@ def convert_together(log, made):
         with processes.connect_processes("cpu"):
             convert(made)
 
-    torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(log, work)
     assert [each.status for each in ended] == [0, 0], ended
 
@@ -156,7 +154,6 @@ def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_pat
         with processes.connect_processes("cpu"):
             convert(made)
 
-    torch.set_num_threads(1)  # a fork has one thread
     first, second = forked.run_ranks(tmp_path / "log", work)
     assert time.monotonic() - float((tmp_path / "died").read_text()) < 60
     assert first.status == -signal.SIGKILL

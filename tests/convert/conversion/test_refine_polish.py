@@ -108,7 +108,9 @@ def unbroken(tiny_reader, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch):
+    """Also where the teacher's states are computed for two steps at a time."""
     monkeypatch.setattr(polishing, "POLISH_ROUND", 2)
+    monkeypatch.setattr(training, "BLOCK_STEPS", 2)
     backward = training.PolishTask.backward
     steps = []
 

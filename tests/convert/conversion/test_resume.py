@@ -32,7 +32,6 @@ def child(tmp_path_factory):
 
     It kills itself when it has noted so many layers, for 2 (all of them) while it copies the rest.
     """
-    torch.set_num_threads(1)  # a fork has one thread
 
     def run(options, layers):
         def work():
@@ -243,7 +242,6 @@ def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
 def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
     tmp_path, tmp_path_factory, pattern, kept
 ):
-    torch.set_num_threads(1)  # a fork has one thread
     log = tmp_path_factory.mktemp("log")
     text = "--to mqa --group contiguous --samples 12 --seq-len 48 --refine 100"
     child = forked.start(

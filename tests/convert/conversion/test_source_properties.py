@@ -99,9 +99,8 @@ def test_other_tensors_that_the_config_denies_are_refused(
     source = tmp_path / "source"
     shutil.copytree(tiny_family(family, **flags), source)
     save_file({**tensors(source), f"model.{part}": torch.ones(64)}, source / "model.safetensors")
-    with refused() as error:
+    with refused(part):
         convert(source, tmp_path / "out", 2)
-    assert part in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +186,5 @@ def test_a_property_that_no_rule_knows_is_missed_at_the_end_of_planning(
     monkeypatch.setitem(spec._FEATURES, "stock", [])
     source = tiny_family(family, **changes)
     request = ConvertRequest(source, "out", to="mla", kv_rank=8, rope_dim=4, layout="free")
-    with refused() as error:
+    with refused(lost):
         make_plan(request, open_checkpoint(source))
-    assert lost in str(error.value)

@@ -78,9 +78,8 @@ def values(case):
 
 @pytest.mark.parametrize(("config", "reason"), CASES["explained"], ids=str)
 def test_a_model_without_a_family_is_told_what_it_lacks(config, reason, refused):
-    with refused() as error:
+    with refused(reason):
         make_model(config)
-    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize("changes", CASES["refused"], ids=values)

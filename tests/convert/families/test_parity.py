@@ -135,5 +135,5 @@ def test_a_norm_for_each_head_is_refused_where_one_is_stored(tiny_family, refuse
     model, stored = tiny_model(tiny_family("qwen3"))
     weights = read_attention_weights(model, 0, stored.__getitem__)
     differing = replace(weights.k_norm, weight=torch.randn_like(weights.k_norm.weight))
-    with refused(ValueError):
+    with refused(kind=ValueError):
         make_stored_tensors(model, 0, replace(weights, k_norm=differing))

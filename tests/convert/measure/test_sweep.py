@@ -153,9 +153,8 @@ def test_targets_are_spelled_with_commas_or_blanks():
 def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, refused):
     spelled_wrongly = ["gpa:4", "gqa", "4", "gqa:2+2", "mqa:1"]
     for word in (*spelled_wrongly, "gqa:3", "gqa:4", "mla:9999", "mla:24+7", "mla:200+8"):
-        with refused() as caught:
+        with refused("--targets"):
             sweep_checkpoint(SweepRequest(str(reader), f"mqa,{word}", **TEXT))
-        assert "--targets" in str(caught.value)
 
 
 def test_targets_that_suit_a_model_are_the_default(tiny_family):

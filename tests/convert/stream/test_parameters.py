@@ -74,7 +74,7 @@ def test_two_ways_to_one_parameter_are_refused(
     model, tensors, conversions, conversion, name, refused
 ):
     conversions(conversion)
-    with refused(KvfoldError):
+    with refused(kind=KvfoldError):
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 

@@ -191,15 +191,6 @@ def test_rows_as_people_have_them_are_chats_of_two_turns(tmp_path, row, chat, re
     assert text.replace("<s>", "").replace("</s>", "") == expected
 
 
-def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
-    tokenizer = byte_tokenizer(chat=True)
-    tokenizer.chat_template = "{{ 'ab ' * 10**7 }}"
-    rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 40
-    corpus = open_corpus(str(write_lines(tmp_path / "chats.jsonl", rows)), tokenizer, 0)
-    documents, complete = corpus.read_documents(1 << 12)
-    assert (sum(map(len, documents)), complete) == (4 << 12, False)
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -219,9 +210,8 @@ def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
 def test_a_row_that_gives_no_text_is_named_with_its_line(tmp_path, row, refused):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + row + b"\n")
-    with refused() as caught:
+    with refused("line 3"):
         load(path, byte_tokenizer(eos=False), 1, 32)
-    assert "line 3" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -236,9 +226,8 @@ def test_a_row_that_gives_no_text_is_named_with_its_line(tmp_path, row, refused)
 def test_files_that_give_no_sequences(tmp_path, content, named, refused):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with refused() as caught:
+    with refused(named):
         load(path, byte_tokenizer(eos=False), 1, 32)
-    assert named in caught.value.message
 
 
 def test_sequences_that_cannot_be(text, tokenizer, refused):
@@ -307,9 +296,8 @@ def test_texts_are_mixed_in_their_shares(text, tokenizer, share, counts):
 def test_a_share_is_a_weight_above_zero(text, refused):
     """What follows the colon and is no number belongs to the name."""
     for spec in (f"{text}:x", f"{text}:1e3", f"{text}:0"):
-        with refused() as caught:
+        with refused(field="calibration"):
             check_text_sources([spec])
-        assert caught.value.field == "calibration"
 
 
 def test_written_sequences_take_their_share_of_every_set(tmp_path, tokenizer):

@@ -196,7 +196,6 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
     """Two processes, each with half of every tensor (FSDP version 2), train as one does with the
     whole.
     """
-    torch.set_num_threads(1)  # a fork has one thread
     for processes, way in ((1, "whole"), (2, "sharded")):
         work = partial(train_rank, latent, tmp_path / way, way == "sharded")
         ended = forked.run_ranks(tmp_path / f"{way}-log", work, processes)

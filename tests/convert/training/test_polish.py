@@ -3,7 +3,6 @@ nothing.
 """
 
 from contextlib import ExitStack
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import ModelHead
-from kvfold.convert.training import polish as module
 from kvfold.convert.training.loop import sum_loss
 from kvfold.convert.training.polish import (
     PolishTask,
@@ -74,27 +72,6 @@ def task_of():
             return task
 
         yield make
-
-
-def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypatch):
-    computed = []
-    states = torch.randn(8, 3, 2)
-
-    def compute_teacher_states(teacher, tokens, stages, autocast):
-        rows = (tokens[:, 0] // 3).tolist()
-        computed.append(rows)
-        return TeacherText(tokens, states[rows])
-
-    order = iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]])
-    monkeypatch.setattr(module, "BLOCK_STEPS", 2)
-    monkeypatch.setattr(module, "compute_teacher_states", compute_teacher_states)
-    monkeypatch.setattr(module, "draw_batches", lambda *_: order)
-    text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3), None)
-    for batch in islice(text.draw_batches(5, seed=0), 2, None):  # a resumed run skips steps
-        tokens, found = text.read_sequences(batch)
-        assert torch.equal(tokens, text.tokens[batch])
-        assert torch.equal(found, states[batch])
-    assert computed == [[0, 2, 5, 7], [1, 7]]
 
 
 @pytest.mark.parametrize(

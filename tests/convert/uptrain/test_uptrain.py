@@ -68,15 +68,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def source(tiny_family, tmp_path_factory):
-    tiny = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=2048)
-    folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("source") / "tiny"))
-    add_demo_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def converted(source, text, tmp_path_factory):
+def converted(tiny_reader, text, tmp_path_factory):
     """``converted("gqa")``: a folder as ``convert`` writes it."""
     parent = tmp_path_factory.mktemp("converted")
 
@@ -84,7 +76,7 @@ def converted(source, text, tmp_path_factory):
         out = parent / target
         if not out.exists():
             options = {"calibration": str(text)} if target == "engine" else {}
-            run_conversion(source, out, **TARGETS[target], **options)
+            run_conversion(tiny_reader, out, **TARGETS[target], **options)
         return out
 
     return folder
@@ -188,13 +180,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
 
 
 def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
-    source, converted, text, tmp_path
+    tiny_reader, converted, text, tmp_path
 ):
     start = converted("engine")
     out = tmp_path / "out"
     # A larger sibling of the source may pad its vocabulary further.
-    teacher = shutil.copytree(source, tmp_path / "teacher")
-    model = stock_model(source)
+    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
+    model = stock_model(tiny_reader)
     model.resize_token_embeddings(model.config.vocab_size + 7)
     model.save_pretrained(teacher)
     record = train(start, out, text, teacher=str(teacher), relative_lr=0.01)
@@ -256,13 +248,13 @@ def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_fam
         assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".training")]
 
 
-def test_what_is_written_is_the_best_state_even_that_before_training(source, text, tmp_path):
-    options = {"teacher": str(source), "relative_lr": 0.9, "steps": 5}
-    record = train(source, tmp_path / "out", text, **options)
+def test_what_is_written_is_the_best_state_even_that_before_training(tiny_reader, text, tmp_path):
+    options = {"teacher": str(tiny_reader), "relative_lr": 0.9, "steps": 5}
+    record = train(tiny_reader, tmp_path / "out", text, **options)
     errors = [row["eval_kl"] for row in record["log"] if "eval_kl" in row]
     assert errors[0] < min(errors[1:])
     assert record["held_out"]["after"] == record["held_out"]["before"]
-    torch.testing.assert_close(tensors(tmp_path / "out"), tensors(source), rtol=0, atol=0)
+    torch.testing.assert_close(tensors(tmp_path / "out"), tensors(tiny_reader), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -286,27 +278,11 @@ def test_arguments_for_the_trainer(options, expected, monkeypatch):
         make_training_arguments(request, 256, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("options", "tokens"), [({}, 1024), ({"seq_len": 768}, 768), ({"batch_tokens": 4096}, 4096)]
-)
-def test_a_default_step_on_a_cpu_has_a_thousand_tokens(
-    source, text, tmp_path, monkeypatch, options, tokens
-):
-    def stop(request, *others):
-        raise InputError(f"{request.sequences_per_step * request.seq_len} tokens")
-
-    monkeypatch.setattr(uptrain_trainer, "make_training_arguments", stop)
-    monkeypatch.setattr(uptraining, "check_seq_len", lambda *given: None)
-    request = UptrainRequest(source, tmp_path / "out", text, device="cpu", **options)
-    with pytest.raises(InputError, match=f"^{tokens} tokens$"):
-        uptrain_checkpoint(request)
-
-
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
+def test_two_processes_give_the_losses_of_one(tiny_reader, converted, text, tmp_path):
     """By the recipe's script, in processes that begin as torchrun's do."""
     options = {"steps": 4, "eval_every": 2, "micro_batch": 4, "eval_sequences": 7}
-    options["teacher"] = str(source)
+    options["teacher"] = str(tiny_reader)
     start = converted("free")
 
     def work():
@@ -316,7 +292,6 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
         sys.argv = ["uptrain.py", *map(str, words)]
         runpy.run_path(str(ROOT / "recipes" / "uptrain.py"), run_name="__main__")
 
-    torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path / "log", work)
     assert [end.status for end in ended] == [0, 0], ended
     train(start, tmp_path / "one", text, **options)
