@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -135,7 +134,7 @@ def real() -> Path:
 @pytest.fixture(scope="session")
 def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_family("qwen3", num_key_value_heads=4)``: a folder with a tiny random checkpoint of
-    that family, float32.
+    that family, float32, with a tokenizer if ``vocab_size=2048``.
 
     The same folder for the same arguments: copy it before changing anything.
     """
@@ -165,18 +164,13 @@ def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_reader(tiny_family: Callable[..., Path]) -> Path:
     """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to
     change it.
 
     For what a calibrated conversion does whatever its model knows: it takes a third of the time.
     """
-    from helpers.checkpoints import add_demo_tokenizer
-
-    made = tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False)
-    folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reader") / "reader"))
-    add_demo_tokenizer(folder)
-    return folder
+    return tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False)
 
 
 @pytest.fixture

@@ -29,8 +29,12 @@ def skip_unknown(name: str) -> None:
 
 
 def save_random(model: Any, folder: Path) -> None:
-    """Saves ``model`` with random parameters, no norm and no bias at the value it starts from."""
+    """Saves ``model`` with random parameters, no norm and no bias at the value it starts from.
+
+    With 2048 tokens it reads text by the tokenizer of the model that ships.
+    """
     import torch
+    from helpers.checkpoints import add_demo_tokenizer
 
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -40,6 +44,8 @@ def save_random(model: Any, folder: Path) -> None:
                 inputs = parameter.shape[-1] if parameter.dim() < 4 else parameter[0].numel()
                 parameter.copy_(torch.randn_like(parameter) * inputs**-0.5)
     model.save_pretrained(folder)
+    if model.config.get_text_config().vocab_size == 2048:
+        add_demo_tokenizer(folder)
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from helpers.checkpoints import add_demo_tokenizer, read_json, run_conversion
+from helpers.checkpoints import read_json, run_conversion
 
 from kvfold.convert.data import demo_folder
 
@@ -73,7 +73,6 @@ def made(tmp_path_factory):
             tiny_models.make_tiny(
                 family, source, SIZES["experts" if family == "mixtral" else "classic"]
             )
-            add_demo_tokenizer(source)
         if not out.exists():
             options = {"allow_growth": True} | REQUESTS[name.replace("experts", "mla")]
             run_conversion(source, out, **options)

@@ -25,7 +25,7 @@ from fuzz.strategies import (
     safetensors_files,
 )
 from helpers import forked
-from helpers.checkpoints import add_demo_tokenizer, read_json
+from helpers.checkpoints import read_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
@@ -72,7 +72,6 @@ def seeds(tmp_path_factory):
     for family in FAMILIES:
         (folder / family).mkdir()
         tiny_models.make_tiny(family, folder / family, SMALL if family == "llama" else {})
-        add_demo_tokenizer(folder / family)
     (folder / "text.txt").write_text(TEXT)
     words = ["convert", str(folder / "llama"), str(folder / "result"), *FOLD.split(), "--quiet"]
     with pytest.raises(SystemExit) as ended:

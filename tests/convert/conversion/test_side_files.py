@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, convert, edit_json, read_json, run_conversion
+from helpers.checkpoints import convert, edit_json, read_json, run_conversion
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,11 +17,8 @@ from kvfold.convert.text import tokenizer as tokenizers
 
 @pytest.fixture
 def source(tiny_family, tmp_path):
-    """A copy of a tiny Llama with the tokenizer of the model that ships."""
-    folder = tmp_path / "source"
-    shutil.copytree(tiny_family("llama", vocab_size=2048), folder)
-    add_demo_tokenizer(folder)
-    return folder
+    """A copy of a tiny Llama that reads text."""
+    return shutil.copytree(tiny_family("llama", vocab_size=2048), tmp_path / "source")
 
 
 def test_code_stays_behind_and_is_not_named(source, tmp_path):

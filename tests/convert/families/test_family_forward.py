@@ -9,10 +9,10 @@ import math
 
 import pytest
 import torch
-from helpers.attention import random_tokens
+from helpers.attention import attention_maps, random_tokens
 from helpers.cases import mostly_slow, read_cases
-from helpers.checkpoints import read_json
-from safetensors.torch import load_file
+from helpers.checkpoints import read_json, tensors
+from helpers.layers import normalized, project_heads, rotated
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -28,30 +28,10 @@ def normalize(x, kind, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def head_norm(x, norm):  # [B, T, heads, D]
-    if norm is None:
-        return x
-    flat = normalize(x.flatten(2), norm.kind, norm.eps).view_as(x)
-    x = flat if norm.extent == "flat" else normalize(x, norm.kind, norm.eps)
-    x = x * (norm.weight + norm.offset)
-    return x if norm.bias is None else x + norm.bias
-
-
-def rotate(x, rotary):  # [B, T, heads, D], half-split
-    angles = (
-        torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.theta
-    )  # [T, 1, D_rot / 2]
-    cos = (rotary.amplitude * angles.cos()).float()
-    sin = (rotary.amplitude * angles.sin()).float()
-    a = x[..., : rotary.dims // 2]
-    b = x[..., rotary.dims // 2 : rotary.dims]
-    return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., rotary.dims :]), -1)
-
-
 class Decoder:
     def __init__(self, folder, stock):
         self.model = make_model(read_json(folder / "config.json"))
-        self.tensors = load_file(folder / "model.safetensors")
+        self.tensors = {name: value.double() for name, value in tensors(folder).items()}
         self.block = self.model.block
         self.names = self.model.names_by_role
         self.stock = stock
@@ -76,46 +56,41 @@ class Decoder:
         weights = read_attention_weights(self.model, layer, self.tensors.__getitem__)
         how = self.model.layers[layer]
         rotary = make_layer_rotary(self.model, layer)
+        positions = torch.arange(x.shape[1]).double()
 
-        def project(weight, bias):
-            y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
+        def project(weight, bias):  # [B, H, T, D]
+            y = project_heads(weight, bias, x)
             return y if how.clip is None else y.clamp(-how.clip, how.clip)
 
-        def placed(x, norm):
-            after = norm is not None and norm.after_rotary
-            return (
-                head_norm(rotate(x, rotary), norm) if after else rotate(head_norm(x, norm), rotary)
-            )
+        def rotate(y):
+            return rotated(y, rotary.theta) * rotary.expand_amplitude(weights.q)[:, 0]
 
-        q = placed(project(weights.q, weights.q_bias), weights.q_norm)
-        k = placed(project(weights.k, weights.k_bias), weights.k_norm)
+        def place(y, norm):
+            after = norm is not None and norm.after_rotary
+            return normalized(rotate(y), norm) if after else rotate(normalized(y, norm))
+
+        q = place(project(weights.q, weights.q_bias), weights.q_norm)
+        k = place(project(weights.k, weights.k_bias), weights.k_norm)
         if how.growth:
             original = read_rope_parameters(self.model.values)["original_max_position_embeddings"]
-            steps = torch.floor(torch.arange(x.shape[1]) / original)
-            q = q * (1 + how.growth * torch.log(1 + steps))[:, None, None]
+            q = q * (1 + how.growth * torch.log(1 + torch.floor(positions / original)))[:, None]
+        if how.alibi:  # one more dim, for numbers of heads that are powers of two
+            slopes = 2.0 ** (-8 / weights.heads * torch.arange(1, weights.heads + 1)) / how.scale
+            q = torch.cat([q, slopes[:, None, None].expand(*q.shape[:3], 1)], -1)
+            k = torch.cat([k, positions[:, None].expand(*k.shape[:3], 1)], -1)
+        distance = positions[:, None] - positions
+        seen = (distance >= 0) & (distance < (how.window or math.inf))
+        maps = attention_maps(q, k, how.scale, seen, how.softcap, weights.sinks)
         v = project(weights.v, weights.v_bias)
-        k, v = (y.repeat_interleave(weights.heads // weights.kv_heads, 2) for y in (k, v))
-        scores = torch.einsum("bthd,bshd->bhts", q, k) * how.scale
-        if how.alibi:  # for numbers of heads that are powers of two
-            slopes = 2.0 ** (-8 / weights.heads * torch.arange(1, weights.heads + 1))
-            scores = scores + slopes[:, None, None] * torch.arange(x.shape[1])
-        scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        hidden = (distance >= (how.window or math.inf)) | (distance < 0)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if weights.sinks is not None:  # the score of one more key, without a value
-            scores = torch.cat(
-                [scores, weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1
-            )
-        mixed = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : x.shape[1]], v)
-        out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
+        mixed = maps @ v.repeat_interleave(weights.heads // weights.kv_heads, 1)
+        out = torch.einsum("bhtd,ehd->bte", mixed, weights.o)
         return out if weights.o_bias is None else out + weights.o_bias
 
     def mlp(self, x, layer):
         if self.model.layers[layer].sparse:
             block = self.stock.model.layers[layer]
-            made = (block.mlp if hasattr(block, "mlp") else block.block_sparse_moe)(x)
-            return made[0] if isinstance(made, tuple) else made
+            made = (block.mlp if hasattr(block, "mlp") else block.block_sparse_moe)(x.float())
+            return (made[0] if isinstance(made, tuple) else made).double()
         act = ACT2FN[self.block.activation]
         if self.block.activation == "xielu":  # it has parameters
             act = self.stock.model.layers[layer].mlp.act_fn
@@ -192,7 +167,9 @@ def check(folder):
     tokens = random_tokens(2, 24)
     decoder = Decoder(folder, stock)
     with torch.no_grad():
-        torch.testing.assert_close(decoder(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            decoder(tokens).float(), stock(tokens).logits, rtol=1e-4, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize(("name", "changes"), ALL, ids=str)

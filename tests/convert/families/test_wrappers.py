@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import precision, wrappers
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, convert, read_json, stock_model, tensors
+from helpers.checkpoints import convert, read_json, stock_model, tensors
 from helpers.walks import run_stream
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -119,7 +119,6 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     source = tmp_path / "source"
     given = wrappers.inputs("llava")
     wrappers.make_wrapper("llava", source, vocab_size=2048)
-    add_demo_tokenizer(source)
     text = tmp_path / "text.txt"
     text.write_text(read_text("calibration")[:40_000])  # a phrase repeated: ill-conditioned
     options = {"method": "principal", "calibration": str(text), "samples": 4, "seq_len": 32}
@@ -211,7 +210,6 @@ def test_sizes_left_out_are_those_of_the_stock_class():
 def test_a_wrapper_can_teach_a_plain_model(tmp_path):
     """Its number of tokens is in the config of its language model."""
     wrappers.make_wrapper("llava", tmp_path / "llava", vocab_size=2048)
-    add_demo_tokenizer(tmp_path / "llava")
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
     with (
         closing(open_checkpoint(tmp_path / "llava")) as teacher,

@@ -1,10 +1,7 @@
 """``kvfold drift``: its progress, its text on the terminal, and how figures are written."""
 
 import math
-import shutil
 from dataclasses import replace
-
-from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.attention.drift.compare import DriftMeasurement, LayerDrift, PositionRangeDrift
 from kvfold.attention.drift.metrics import format_metrics, make_position_rows, metrics_to_dict
@@ -104,13 +101,9 @@ def test_swapped_models_are_told(demo_latent, capsys):
     assert "swapped" in capsys.readouterr().err
 
 
-def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path, refused):
+def test_models_that_do_not_match_are_told_in_any_family(tiny_family, refused):
     """GPT-2 has its own names for sizes."""
-    models = []
-    for layers in (2, 3):
-        folder = tiny_family("gpt2", vocab_size=2048, num_hidden_layers=layers)
-        models.append(shutil.copytree(folder, tmp_path / f"gpt2-{layers}"))
-        add_demo_tokenizer(models[-1])
+    models = [tiny_family("gpt2", vocab_size=2048, num_hidden_layers=layers) for layers in (2, 3)]
     with refused("num_hidden_layers must be 2"):
         drift_checkpoints(DriftRequest(*models, quiet=True))
     with refused(field="seq_len"):

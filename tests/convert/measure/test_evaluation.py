@@ -1,14 +1,13 @@
 """``kvfold eval``: needles, replies, losses by position, and pairs of lm-evaluation-harness."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, edit_json, read_json
+from helpers.checkpoints import read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import EvalRequest
@@ -111,10 +110,9 @@ def test_tasks_need_the_harness(monkeypatch, refused):
             evaluation.eval_checkpoints(request)
 
 
-def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
+def test_lengths_that_cannot_be_are_refused(tiny_family, refused):
     """Of a family whose config spells the context in its own way."""
-    model = shutil.copytree(tiny_family("gpt2", vocab_size=2048), tmp_path / "gpt2")
-    add_demo_tokenizer(model)
+    model = tiny_family("gpt2", vocab_size=2048)
     context = read_json(model / "config.json")["n_positions"]
     for length in (context + 1, 1):
         request = EvalRequest(model, model, lengths=[length], retrieval=False, quiet=True)
@@ -122,10 +120,8 @@ def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
             evaluation.eval_checkpoints(request)
 
 
-def test_a_context_too_short_for_retrieval_is_measured_without(tiny_family, tmp_path, refused):
-    model = shutil.copytree(tiny_family("llama", vocab_size=2048), tmp_path / "llama")
-    add_demo_tokenizer(model)
-    edit_json(model / "config.json", max_position_embeddings=64)
+def test_a_context_too_short_for_retrieval_is_measured_without(tiny_family, refused):
+    model = tiny_family("llama", vocab_size=2048, max_position_embeddings=64)
     request = EvalRequest(model, model, samples=2, quiet=True)
     with refused("--no-retrieval"):
         evaluation.eval_checkpoints(request)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from helpers.cases import read_cases
-from helpers.checkpoints import add_demo_tokenizer, edit_json, run_conversion
+from helpers.checkpoints import edit_json, run_conversion
 
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -18,7 +18,6 @@ CASES = read_cases(__file__)
 def test_a_wrong_value_is_named(tmp_path, tiny_family, family, key, changes):
     source = tiny_family(family, vocab_size=2048) if family else demo_folder()
     model = shutil.copytree(source, tmp_path / "model")
-    add_demo_tokenizer(model)
     edit_json(model / "config.json", **changes)
     options = {"to": "mqa", "group": "contiguous", "samples": 1, "seq_len": 8}
     named = rf"config.json: {key}\b.* must be " if key else r"config\.json"

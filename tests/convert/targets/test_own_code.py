@@ -4,7 +4,6 @@ attention along.
 
 import inspect
 import json
-import shutil
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,6 @@ from helpers import precision
 from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import (
-    add_demo_tokenizer,
     convert,
     edit_json,
     full_split,
@@ -89,13 +87,6 @@ def check(source, out, at):
 
 print(json.dumps([check(*pair, at) for at, pair in enumerate(pairs)]))
 """
-
-
-def readable(model, folder):
-    """A copy of ``model`` with the tokenizer of the model that ships."""
-    source = Path(shutil.copytree(model, folder / "source"))
-    add_demo_tokenizer(source)
-    return source
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +223,7 @@ def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
 def test_conversions_are_calibrated_checked_and_described(
     name, options, attention, elements, tiny_family, tmp_path
 ):
-    source = readable(tiny_family(name, vocab_size=2048), tmp_path)
+    source = tiny_family(name, vocab_size=2048)
     out = convert(source, tmp_path / "out", samples=4, seq_len=32, **options)
     record = read_json(out / "kvfold.json")
     assert (record["attention"]["to"], record["request"]["layout"]) == (attention, "kvfold")
@@ -255,7 +246,7 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
     well.
     """
     register_models()
-    source = readable(tiny_family("stablelm", vocab_size=2048, **LATENT["stablelm"]), tmp_path)
+    source = tiny_family("stablelm", vocab_size=2048, **LATENT["stablelm"])
     options = {"to": "mla", "layout": "kvfold", "kv_rank": 64, "rope_dim": 16}
     options |= {"samples": 4, "seq_len": 32, "method": "principal"}
     out = convert(source, tmp_path / "out", **options)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoints import add_demo_tokenizer, tensors
+from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,6 @@ def test_identical_heads_fold_exactly(tiny_family, tmp_path, family, tolerance):
     made = tiny_family(family, vocab_size=2048, num_key_value_heads=4, attention_bias=True)
     source = shutil.copytree(made, tmp_path / "source")
     out = tmp_path / "out"
-    add_demo_tokenizer(source)
     stored = tensors(source)
     for name in [name for name in stored if ".k_proj." in name or ".v_proj." in name]:
         stored[name] = stored[name][: len(stored[name]) // 2].repeat(

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert.checkpoint.atomic import lock_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -123,13 +122,12 @@ def test_without_accelerate_the_extra_is_named(request_, monkeypatch):
         uptrain_checkpoint(request_)
 
 
-def test_held_out_text_is_never_trained_on(request_, model, tmp_path):
+def test_held_out_text_is_never_trained_on(request_, tmp_path):
     """And in every epoch, all of the rest is, in another order."""
-    add_demo_tokenizer(model)
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(400))))
     sizes = {"seq_len": 32, "batch_tokens": 32, "eval_sequences": 5}
     request = replace(request_, **sizes, steps=200)
-    drawn = draw_uptraining_tokens(request, open_checkpoint(str(model)), 2048)
+    drawn = draw_uptraining_tokens(request, open_checkpoint(request.model), 2048)
     training, held_out = (list(map(tuple, tokens.tolist())) for tokens in drawn)
     epoch = len({*training})
     assert len({*held_out}) == 5

@@ -14,7 +14,6 @@ from accelerate.state import AcceleratorState
 from helpers import forked
 from helpers.cases import mostly_slow
 from helpers.checkpoints import (
-    add_demo_tokenizer,
     assert_same_tensors,
     read_json,
     run_conversion,
@@ -130,7 +129,6 @@ def test_tensors_are_written_under_the_names_of_the_files(tiny_family, text, tmp
     expert.
     """
     start = shutil.copytree(tiny_family(family, vocab_size=2048), tmp_path / "start")
-    add_demo_tokenizer(start)
     stored = load_file(start / "model.safetensors")
     if family == "gpt2":
         stored = {name.removeprefix("transformer."): value for name, value in stored.items()}
