@@ -1,14 +1,17 @@
-"""Examples of docstrings and ``docs/``, run as they stand; commands of the documents, parsed; the
-page of options.
+"""Examples of docstrings, pages and the notebook, run as they stand; commands of the documents,
+parsed; the page of options.
 """
 
 import doctest
+import json
 import re
 import shlex
 import tempfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from helpers.checkpoints import hub_config
 
 import kvfold.convert
 from kvfold.convert.cli import kvfold as commands
@@ -44,7 +47,8 @@ def test_example(name, tmp_path):
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    *(REPOSITORY / folder / "README.md" for folder in (".", "recipes", "convert")),
+    *(REPOSITORY / folder / "README.md" for folder in (".", "recipes", "convert", "attention")),
+    REPOSITORY / "CONTRIBUTING.md",
     *REPOSITORY.glob("docs/*.md"),
 ]
 
@@ -59,6 +63,10 @@ def test_the_page_on_python(tmp_path, monkeypatch):
     assert doctest.DocTestRunner().run(found, out=told.append).failed == 0, "".join(told)
 
 
+NOT_RUN = "# not run by a test: "
+RUN = [REPOSITORY / "docs" / f"{page}.md" for page in ("start", "choosing", "serving", "safety")]
+
+
 @pytest.mark.parametrize(
     "document", sorted(DOCUMENTS), ids=lambda path: f"{path.parent.name}/{path.name}"
 )
@@ -66,22 +74,89 @@ def test_documents_name_commands_and_files_that_exist(document):
     text = document.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (document.parent / link).exists(), link
-    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+    for marker, block in re.findall(r"(-->\n)?```sh\n(.*?)```", text, re.DOTALL):
+        assert marker or block.lstrip().startswith(NOT_RUN) or document in RUN, block
         for line in block.replace("\\\n", "").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["kvfold"]:
                 command = commands.commands[words[1]]
-                command.make_context(
-                    words[1], words[2:]
-                )  # raises for an option or a value that does not exist
+                # Raises for an option or a value that does not exist.
+                command.make_context(words[1], words[2:])
 
 
-def test_the_page_of_options_has_those_of_each_command_in_order():
-    sections = (REPOSITORY / "docs" / "options.md").read_text().split("\n## kvfold ")[1:]
-    page = {
-        text.split()[0]: re.findall(r"^\| `(--[\w-]+)", text, re.MULTILINE) for text in sections
-    }
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
+def test_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+    for folder in ("convert", "docs"):
+        (tmp_path / folder).symlink_to(REPOSITORY / folder)
+    monkeypatch.chdir(tmp_path)
+    for language, block in re.findall(r"```(sh|python)\n(.*?)```", page.read_text(), re.DOTALL):
+        if language == "python":
+            exec(block, {})
+        elif not block.startswith(NOT_RUN):
+            for line in block.splitlines():
+                done = CliRunner().invoke(commands, shlex.split(line, comments=True)[1:])
+                assert done.exit_code == 0, (line, done.output)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    notebook = json.loads((REPOSITORY / "recipes" / "first_hour.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert (names["work"] / "drift.png").exists()
+
+
+WALKS = (REPOSITORY / "docs" / "walks.md").read_text()
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONFIGS = {
+    "meta-llama/Llama-3.1-8B-Instruct": hub_config("meta-llama/Meta-Llama-3-8B")
+    | {"rope_scaling": SCALING, "max_position_embeddings": 131072},
+    "Qwen/Qwen2.5-7B-Instruct": hub_config("Qwen/Qwen2.5-7B"),
+    "meta-llama/Llama-2-7b-hf": hub_config("meta-llama/Llama-2-7b-hf"),
+}
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^kvfold convert .*", WALKS, re.MULTILINE), ids=lambda line: line.split()[3]
+)
+def test_conversions_of_the_walks_are_planned(line, tmp_path, monkeypatch):
+    _, _, model, _, *options = shlex.split(line)
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").mkdir()
+    Path("MODEL/config.json").write_text(json.dumps(CONFIGS[model] | {"dtype": "bfloat16"}))
+    for text in ("FILE", "chats.jsonl"):
+        Path(text).write_text('{"text": "words"}\n')
+    done = CliRunner().invoke(
+        commands, ["convert", "MODEL", "OUT", *options, "--dry-run", "--json", "-"]
+    )
+    assert done.exit_code == 0, done.output
+    cache = json.loads(done.stdout)["cache_elements"]
+    assert {str(cache["from"]), str(cache["to"])} <= {*re.findall(r"\d+", WALKS)}
+
+
+def test_the_page_of_options_has_those_of_each_command():
+    shared, *sections = (REPOSITORY / "docs" / "options.md").read_text().split("\n## kvfold ")
+    row = re.compile(r"^\| `(--[\w-]+)", re.MULTILINE)
+    explained = {*row.findall(shared)}
+    page = {}
+    for text in sections:
+        also = re.findall(r"`(--[\w-]+)", text.partition("\nAlso")[2])
+        page[text.split()[0]] = sorted([*row.findall(text), *also])
+        if "as for convert" in text:
+            explained |= {*row.findall(sections[1])}
+        assert explained >= {*also}
     assert page == {
-        name: [option.opts[0] for option in command.params if option.opts[0].startswith("-")]
+        name: sorted(option.opts[0] for option in command.params if option.opts[0][0] == "-")
         for name, command in commands.commands.items()
     }
