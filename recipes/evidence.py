@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct.
 Each row is the task `replies`, or the loss by position to 8192 tokens, for one target as
 fitted, or for a conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names.
 Conversions are kept in DIR and rows that the JSON file holds are not measured again, so a run can
-be interrupted. What is printed is the table of docs/evaluating.md.
+be interrupted. What is printed is the table of docs/results.md.
 """
 
 import argparse

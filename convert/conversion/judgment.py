@@ -1,7 +1,7 @@
 """Judge a conversion by its measured loss in a few words, and suggest the next command.
 
-The limits are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.json``; the tables in
-``docs/choosing.md`` show them beside the rows that they come from.
+The limits are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.json``;
+``docs/choosing.md`` shows them, ``docs/results.md`` the rows that they come from.
 """
 
 from dataclasses import replace
@@ -52,7 +52,7 @@ _AUTO_REFINED = EFFORTS["thorough"]["refine"]
 # Options of a run that its next command does not repeat.
 _NOT_REPEATED = ("model", "out", "quiet", "fresh", "dry_run", "max_shard_size")
 
-# The limits of the first two verdicts, between the rows of the table in docs/choosing.md.
+# The limits of the first two verdicts, between the rows of docs/results.md.
 LIMITS = {NEAR: LossFigures(0.07, 0.12, 0.80), WORSE: LossFigures(0.25, 0.40, 0.65)}
 
 

@@ -1,4 +1,4 @@
-"""The table of ``docs/evaluating.md``: `kvfold eval` of the model that ships as MQA.
+"""What `kvfold eval` says of the model that ships as MQA: ``results/evaluate_demo.json``.
 
 python recipes/benchmarks/evaluate_demo.py [--json recipes/results/evaluate_demo.json]
 """

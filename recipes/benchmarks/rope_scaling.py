@@ -125,7 +125,7 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
 
 
 def show(row: Row) -> None:
-    """A line of the Markdown table of docs/evaluating.md, and the largest change."""
+    """A line of a Markdown table, and the largest change."""
     cells = [f"{each['excess']:+.3f}" for each in row["positions"]]
     print(
         f"| {row['type']}, {row['target']} | {' | '.join(cells)} | {row['largest']:.1e}", flush=True
