@@ -57,6 +57,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     check_output_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.conversion.memory import check_memory
+    from kvfold.convert.conversion.results import describe_baseline
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
@@ -74,5 +75,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
             )
         shown = summary if request.dry_run or not request.quiet else ""
         print_result(json_file, result.to_dict, shown)
+        if not shown and (warning := describe_baseline(result.plan)):
+            click.echo(f"warning: {warning}", err=True)
         if request.dry_run:
             check_memory(result.plan)

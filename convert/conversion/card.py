@@ -16,7 +16,7 @@ from kvfold.attention.drift.metrics import make_position_rows
 from kvfold.convert.checkpoint.files import CARD, read_checkpoint_file
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.conversion.judgment import judge_drift
+from kvfold.convert.conversion.judgment import LIMITS, NEAR, judge_drift
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.conversion.results import format_losses_by_text
@@ -58,6 +58,7 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
             "text": format_text_name(record["calibration"]["source"]),
             "by_text": format_losses_by_text(record),
             "verdict": judge_drift(drift),
+            "near": LIMITS[NEAR],
         }
     environment = Environment(
         trim_blocks=True,

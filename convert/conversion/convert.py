@@ -60,8 +60,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         with stages("planning"):
             plan = make_plan(request, checkpoint)
         request = plan.request
+        if processes.is_rank0():
+            checkpoint.print_notes()
         if not request.quiet:
-            plan.checkpoint.print_notes()
             print(describe_start(plan), file=sys.stderr)
         check_memory(plan)
         with output.open_run_folder(plan) as folder:

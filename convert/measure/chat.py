@@ -128,6 +128,7 @@ def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
     only its latent.
     """
     with closing(open_checkpoint(name)) as checkpoint:
+        checkpoint.print_notes()
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
         model = load_whole_model(checkpoint, request)
     # Other attention has nothing to absorb.

@@ -215,7 +215,7 @@ def draw_needle_questions(
     """
 
     def encode_text(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     words = [word for word in _TEXTS["words"].split() if len(encode_text(f" {word}")) == 1]
     if len(words) < CHOICES:
@@ -259,7 +259,7 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
             # the empty thoughts of models that think come before the reply
             ending = {"add_generation_prompt": True, "enable_thinking": False}
             text = render_chat(tokenizer, messages, **ending)
-        encoded = tokenizer(text, add_special_tokens=False)["input_ids"]
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         tokens.append(torch.tensor([*prefix, *encoded]))
     return tokens
 
@@ -273,6 +273,7 @@ def evaluate_model(
 ) -> ModelResults:
     """The results of the model in ``folder`` on all inputs, loaded for this call alone."""
     with stages(f"reading {folder}"), closing(open_checkpoint(folder)) as checkpoint:
+        checkpoint.print_notes()
         model = load_whole_model(checkpoint, request)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}

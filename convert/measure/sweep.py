@@ -265,6 +265,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     plans = {}
     rows = {}
     with closing(open_checkpoint(request.model)) as checkpoint:
+        checkpoint.print_notes()
         model = make_model(checkpoint.config, checkpoint.tensors)
         if request.context is not None:
             model = model.shorten_context(request.context)

@@ -2,6 +2,7 @@
 model's vocabulary.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
@@ -27,6 +28,9 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     """
     from transformers import AutoTokenizer
 
+    # It explains at length what the error below says in a line.
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    logger.setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
@@ -55,6 +59,8 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         raise InputError(
             f"{checkpoint.origin}: {purpose} needs the model's tokenizer, but {cause_and_fix}"
         ) from error
+    finally:
+        logger.setLevel(logging.NOTSET)
 
 
 def find_prefix_tokens(tokenizer: Any) -> list[int]:

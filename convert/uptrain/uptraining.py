@@ -117,6 +117,8 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
                 f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
                 " models only; use another trainer"
             )
+        if launched_as_rank0():
+            source.print_notes()
         resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
         request.training_folder.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.

@@ -2,6 +2,7 @@
 other kinds.
 """
 
+import logging
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.checkpoints import convert, edit_json, read_json, run_conversion
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import DriftRequest, inspect_checkpoint
+from kvfold.convert import DriftRequest, SweepRequest, inspect_checkpoint, sweep_checkpoint
 from kvfold.convert.measure.drift import drift_checkpoints
 from kvfold.convert.text import tokenizer as tokenizers
 
@@ -45,10 +46,14 @@ def test_an_adapter_beside_the_model_is_one_warning(source, tmp_path, capsys):
     (note,) = inspect_checkpoint(source).notes
     assert "adapter_config.json" in note
     out = convert(source, tmp_path / "out", 2, quiet=False)
-    assert capsys.readouterr().err.count(f"warning: {note}\n") == 1
+    warning = f"warning: {note}\n"
+    assert capsys.readouterr().err.count(warning) == 1
     assert not list(out.glob("adapter*"))
-    drift_checkpoints(DriftRequest(source, out, samples=1, seq_len=16))
-    assert capsys.readouterr().err.count("warning: ") == 1
+    small = {"samples": 2, "seq_len": 16, "quiet": True}
+    run_conversion(source, tmp_path / "quiet", to="mqa", **small)
+    sweep_checkpoint(SweepRequest(source, "mqa", **small))
+    drift_checkpoints(DriftRequest(source, out, **small))
+    assert capsys.readouterr().err == 3 * warning
 
 
 def test_a_cache_that_is_switched_off_is_one_warning(source):
@@ -64,5 +69,9 @@ def test_the_packages_that_a_sentencepiece_model_needs_are_named(
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     monkeypatch.setattr(tokenizers, "distributions", lambda name: [])
+    logged = []
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    monkeypatch.setattr(logger, "handle", logged.append)
     with refused("pip install 'kvfold[sentencepiece]'"):
         run_conversion(source, tmp_path / "out", to="mqa", samples=2, seq_len=16)
+    assert not logged
