@@ -174,16 +174,23 @@ def tiny_reader(tiny_family: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a conversion may write: nothing is there yet."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def kvfold(capfd: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """``kvfold("inspect", folder)``: runs a command line in this process; its ``returncode``,
-    ``stdout`` and ``stderr``.
+    """``kvfold("inspect", folder, status=0)``: runs a command line in this process, which must end
+    in that status; its ``stdout`` and ``stderr``.
     """
     from kvfold.convert.cli import main
 
-    def run(*arguments: object) -> SimpleNamespace:
+    def run(*arguments: object, status: int = 0) -> SimpleNamespace:
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, arguments)))
         shown = capfd.readouterr()
-        return SimpleNamespace(returncode=ended.value.code, stdout=shown.out, stderr=shown.err)
+        assert ended.value.code == status, shown.err
+        return SimpleNamespace(stdout=shown.out, stderr=shown.err)
 
     return run

@@ -5,34 +5,12 @@ import shutil
 import sys
 
 import pytest
+from helpers.cases import read_cases
 from helpers.processes import run_python
 
 from kvfold.convert import demo_folder
 
-PLANTED = [
-    "torch",
-    "json",
-    "yaml",
-    "numpy",
-    "safetensors",
-    "kvfold",
-    "transformers",
-    "click",
-    "tokenizers",
-]
-CALIBRATED = "--samples 8 --seq-len 64"
-COMMANDS = {
-    "bench": "bench . --context 16 --batch 1 --seconds 0.1",
-    "convert": "convert . ../out --to mqa --method mean",
-    "calibrated": f"convert . ../out --to mqa {CALIBRATED} --refine 1",
-    "inspect": "inspect .",
-    "verify": "verify .",
-    "drift": f"drift . . {CALIBRATED}",
-    "sweep": f"sweep . --targets mqa {CALIBRATED}",
-    "chat": "chat .",
-    "recipes": "recipes",
-    "push": "push . me/small",
-}
+CASES = read_cases(__file__)
 QUICK = ("bench", "inspect")
 
 
@@ -41,7 +19,7 @@ def planted(tmp_path):
     """The shipped model with Python files that leave a mark beside it when they are imported."""
     model = tmp_path / "model"
     shutil.copytree(demo_folder(), model)
-    for name in PLANTED:
+    for name in CASES["planted"]:
         mark = f"open({str(tmp_path / 'mark')!r}, 'a').write({name!r})\n"
         (model / f"{name}.py").write_text(mark)
     return model
@@ -49,13 +27,16 @@ def planted(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS],
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in CASES["commands"]
+    ],
 )
 def test_a_command_in_a_strangers_folder(planted, command):
     entry = planted.parent / "bin" / "kvfold"  # as pip writes it
     entry.parent.mkdir()
     entry.write_text("from kvfold.convert.cli import main\nmain()\n")
-    done = run_python(entry, *COMMANDS[command].split(), cwd=planted, check=False)
+    done = run_python(entry, *CASES["commands"][command].split(), cwd=planted, check=False)
     assert not (planted.parent / "mark").exists(), (planted.parent / "mark").read_text()
     assert done.returncode == (2 if command == "push" else 0), done.stderr
 

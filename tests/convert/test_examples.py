@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,16 @@ def test_the_page_of_options_has_those_of_each_command():
         name: sorted(option.opts[0] for option in command.params if option.opts[0][0] == "-")
         for name, command in commands.commands.items()
     }
+
+
+PAGE = Path(kvfold.convert.__file__).parent / "README.md"
+
+
+def test_named_functions_exist():
+    text = PAGE.read_text(encoding="utf-8")
+    rooms = "transforms|walk|targets|training|text|methods|conversion|device"
+    names = set(re.findall(rf"\b(?:{rooms})(?:\.\w+)+", text))
+    assert len(names) > 30
+    for name in names:
+        module, attribute = name.rsplit(".", 1)
+        assert callable(getattr(import_module(f"kvfold.convert.{module}"), attribute)), name

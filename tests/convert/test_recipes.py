@@ -54,15 +54,13 @@ def refused(recipe, **overrides):
 
 
 @pytest.mark.parametrize("name", list_recipe_names())
-def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
+def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, out):
     text = (FOLDER / f"{name}.toml").read_text()
     _, about = read_recipe(name)
     hub = about["model"]
     before = about["cached_before"]
     after = about["cached_after"]
-    request = recipe_request(
-        name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True
-    )
+    request = recipe_request(name, model=str(shapes_of(hub)), out=str(out), dry_run=True)
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.result.count_cache_elements()) == (before, after)
     assert about["saving"] == 1 - after / before

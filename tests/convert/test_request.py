@@ -18,7 +18,6 @@ from kvfold.convert import (
 )
 from kvfold.convert.console import add_request_options
 from kvfold.convert.errors import InputError
-from kvfold.convert.formatting import parse_number
 from kvfold.convert.options import collect_options, option
 
 
@@ -37,18 +36,6 @@ def test_an_error_names_the_field_at_fault_and_every_further_problem():
     assert (received.message[:8], received.field) == ("recipe: ", "dtype")
     assert received.details == error.details
     assert InputError("damaged").field is None
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000)]
-    + [
-        (text, None)
-        for text in ("", "0", "-1GB", "5 GBs", "1e3", "9" * 400, "\N{SUPERSCRIPT TWO}GB")
-    ],
-)
-def test_sizes_are_parsed(text, size):
-    assert parse_number(text, "B") == size
 
 
 def test_paths_are_stored_as_text_and_lists_as_tuples():

@@ -29,8 +29,6 @@ NAMES = [
     "\u202e".encode(),
     b"torch.py",
 ]
-# Chat templates that take time, memory or room, in one operation or in many.
-TEMPLATES = TABLES["templates"]
 
 scalars = st.one_of(
     st.sampled_from([None, True, False, float("nan"), float("inf"), *RAW]),

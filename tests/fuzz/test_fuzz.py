@@ -17,7 +17,6 @@ import tiny_models
 from fuzz.strategies import (
     NAMES,
     TABLES,
-    TEMPLATES,
     broken_bytes,
     edited_json,
     json_bytes,
@@ -170,18 +169,6 @@ def test_files_with_names_that_are_no_text_or_are_obeyed(seeds, tmp_path_factory
     suffix = data.draw(st.sampled_from([b"", b".json", b".model", b".jinja"]))
     case = tmp_path_factory.getbasetemp() / os.fsdecode(name)
     run_case(seeds, case, words, "llama", **{os.fsdecode(name + suffix): b"{}"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_chat_templates_without_end(seeds, tmp_path_factory, template):
-    """Their rows end within the limits, or in one line."""
-    (seeds / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 400)
-    words = ["convert", "source", "out", "--to", "mqa", "--calibration", str(seeds / "rows.jsonl")]
-    case = tmp_path_factory.getbasetemp() / "template"
-    run_case(
-        seeds, case, [*words, *RUN.split()], "llama", **{"chat_template.jinja": template.encode()}
-    )
 
 
 STATE_FILES = [".journal.json", ".precision", ".polish.pt"]

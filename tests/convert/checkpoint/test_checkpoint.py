@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers.cases import read_cases
 from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
@@ -215,28 +216,7 @@ def test_folders_without_a_config_or_weights(folder, refused, file):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("config.json", "{"),
-        ("config.json", "\udcff"),
-        ("config.json", '{"a": "\\ud800"}'),
-        ("config.json", '{"num_hidden_layers": 1000000000}'),
-        ("config.json", '{"text_config": {"n_layer": 1025}}'),
-        ("config.json", '{"head_dim": 1000000000}'),
-        ("config.json", '{"sliding_window": 9223372036854775808}'),
-        ("config.json", '{"num_labels": 2147483648}'),
-        ("config.json", '{"text_config": {"intermediate_size": 1099511627776}}'),
-        ("config.json", '{"max_position_embeddings": 1099511627776}'),
-        ("config.json", '{"num_key_value_heads": 2147483648}'),
-        ("config.json", '{"text_config": {"dtype": "Tensor"}}'),
-        ("config.json", '{"torch_dtype": "__doc__"}'),
-        ("model.safetensors.index.json", '{"weight_map": {"t": "\\ud800"}}'),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
-        ("model.safetensors.index.json", '{"weight_map": {}}'),
-    ],
-    ids=lambda value: value[:40],
-)
+@pytest.mark.parametrize(("file", "text"), read_cases(__file__), ids=lambda value: value[:40])
 def test_invalid_json_and_numbers_larger_than_any_model_has(folder, file, text):
     (folder / file).write_bytes(text.encode(errors="surrogateescape"))
     assert file in problems_of(folder)[0]

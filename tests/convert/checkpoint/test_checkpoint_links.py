@@ -127,11 +127,11 @@ def test_every_file_is_regular_and_of_a_sensible_size(tmp_path, name, kind, refu
         open_checkpoint(tmp_path)
 
 
-def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path):
-    (tmp_path / "out" / "sub").mkdir(parents=True)
-    (tmp_path / "out" / "elsewhere").symlink_to("/etc")
-    (tmp_path / "out" / "sub" / "above").symlink_to(tmp_path)
+def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path, out):
+    (out / "sub").mkdir(parents=True)
+    (out / "elsewhere").symlink_to("/etc")
+    (out / "sub" / "above").symlink_to(tmp_path)
     names = ["elsewhere", "sub/above"]
-    assert list(find_changed_files(tmp_path / "out", {})) == [
+    assert list(find_changed_files(out, {})) == [
         f"{name}: kvfold did not write this file" for name in names
     ]

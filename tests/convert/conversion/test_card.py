@@ -56,16 +56,16 @@ def test_metadata_that_takes_minutes_to_read(front, monkeypatch):
     assert front(f"---\nlicense: mit\nx: [{200_000 * '1, '}]\n---\n") == OURS
 
 
-def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
+def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path, out):
     text = tmp_path / "own words.txt"
     text.write_text("Some words about nothing. " * 900)
     source = shutil.copytree(tiny_reader, tmp_path / "tiny llama")
     options = {"to": "mqa", "method": "mean", "samples": 4, "seq_len": 16, "refine": 1}
-    done = run_conversion(source, tmp_path / "out", calibration=text, **options)
+    done = run_conversion(source, out, calibration=text, **options)
     again = shlex.split(done.summary().split("\nnext\n")[1].replace("\\\n", ""))
     assert again[:3] == ["kvfold", "convert", str(source)]
     assert str(text) in again
-    card = (tmp_path / "out" / "README.md").read_text()
+    card = (out / "README.md").read_text()
     command = re.search("^kvfold convert (.*)$", card, re.MULTILINE)[1]
     assert command == (
         "'../tiny llama' converted --to mqa --method mean --calibration 'own words.txt'"
@@ -81,11 +81,11 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
+def test_the_commands_of_a_card_run(tiny_reader, tmp_path, out, monkeypatch):
     source = shutil.copytree(tiny_reader, tmp_path / "tiny")
-    run_conversion(source, tmp_path / "out", to="mla", kv_rank=24, rope_dim=8, method="svd")
+    run_conversion(source, out, to="mla", kv_rank=24, rope_dim=8, method="svd")
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
-    monkeypatch.chdir(tmp_path / "out")
+    monkeypatch.chdir(out)
     card = Path("README.md").read_text()
     names: dict[str, object] = {}
     for block in re.findall("```python\n(.*?)```", card, re.DOTALL):
@@ -122,7 +122,7 @@ def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkey
     assert f"\nVerdict: {done.verdict}. " in Path("out/README.md").read_text()
 
 
-def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
-    done = run_conversion(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
+def test_a_dry_run_of_a_budget_names_no_split(out):
+    done = run_conversion(demo_folder(), out, to="mla", budget=64, dry_run=True)
     assert "MLA, split by measured drift" in done.summary()
     assert "sha256" not in done.to_dict()["source"]  # no weights were read

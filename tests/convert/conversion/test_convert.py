@@ -96,10 +96,10 @@ def test_only_keys_and_values_change(source, pooled):
 
 
 def test_a_run_begins_with_the_engines_and_a_baseline_ends_with_a_warning(
-    model, tmp_path, capsys, monkeypatch
+    model, out, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "100")
-    request = ConvertRequest(str(model), str(tmp_path / "out"), to="mqa", method="mean")
+    request = ConvertRequest(str(model), str(out), to="mqa", method="mean")
     done = convert_checkpoint(request)
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first.startswith("plan ")
@@ -130,7 +130,7 @@ def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
-def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
+def test_a_fold_has_the_rope_in_the_older_spelling_too(model, out):
     table = {
         "rope_type": "llama3",
         "rope_theta": 500.0,
@@ -140,7 +140,6 @@ def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
         "original_max_position_embeddings": 32,
     }
     config = read_json(model / "config.json")
-    out = tmp_path / "out"
     del config["rope_theta"]
     config["rope_parameters"] = table
     (model / "config.json").write_text(json.dumps(config))
@@ -165,7 +164,7 @@ def test_gqa_sources_fold_further_and_as_many_heads_as_before_are_bit_identical(
     assert_same_tensors(tmp_path / "same", source)
 
 
-def test_more_heads_are_repetitions(source, tmp_path, refused):
+def test_more_heads_are_repetitions(source, tmp_path, out, refused):
     convert(source, tmp_path / "one", to="mqa")
     growth = {"kv_heads": 4, "method": None, "allow_growth": True}
     convert(tmp_path / "one", tmp_path / "four", **growth)
@@ -174,13 +173,12 @@ def test_more_heads_are_repetitions(source, tmp_path, refused):
     assert torch.equal(tensors(tmp_path / "four")[name], before.repeat(4, 1))
     for wrong in ({"method": "mean"}, {"allow_growth": False}, {"kv_heads": 3}, {"kv_heads": 16}):
         with refused():
-            convert(tmp_path / "one", tmp_path / "out", **(growth | wrong))
+            convert(tmp_path / "one", out, **(growth | wrong))
     with refused(field="method"):
-        convert(source, tmp_path / "out", method="repeat")
+        convert(source, out, method="repeat")
 
 
-def test_plain_transformers_uses_it(tmp_path):
-    out = tmp_path / "out"
+def test_plain_transformers_uses_it(tmp_path, out):
     convert(demo_folder(), out, kv_heads=4)
     model = stock_model(out, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(out)("The function returns", return_tensors="pt")
@@ -205,41 +203,39 @@ def test_numbers_of_heads_that_a_source_cannot_have(source, tmp_path):
     assert "already MQA" in refused(tmp_path / "one", tmp_path / "out", to="mqa")
 
 
-def test_stored_dtype(source, tmp_path):
-    convert(source, tmp_path / "out", dtype="float16")
-    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
-    config = read_json(tmp_path / "out" / "config.json")
+def test_stored_dtype(source, out):
+    convert(source, out, dtype="float16")
+    assert {value.dtype for value in tensors(out).values()} == {torch.float16}
+    config = read_json(out / "config.json")
     assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(source, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_refused_before_anything_is_written(source, out, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert "too little disk space" in refused(source, tmp_path / "out")
+    assert "too little disk space" in refused(source, out)
 
 
-def test_damaged_tensors_are_all_listed(tmp_path, model, told):
+def test_damaged_tensors_are_all_listed(out, model, told):
     values = tensors(model)
     for file in model.glob("*.safetensors*"):
         file.unlink()
     values["model.layers.1.self_attn.v_proj.weight"][3, 4] = float("inf")
     save_file(values, model / "model.safetensors")
-    told(refused(model, tmp_path / "out"))
+    told(refused(model, out))
     del values["model.layers.0.self_attn.k_proj.weight"]
     values |= {
         "model.layers.7.mlp.up_proj.weight": torch.zeros(2),
         "model.norm.weight": torch.zeros(63),
     }
     save_file(values, model / "model.safetensors")
-    told(refused(model, tmp_path / "out"))
+    told(refused(model, out))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kv_heads", "expected"), [("mean", 2, 366.552), ("first", 4, 99.299)]
 )
-def test_published_baselines_on_the_reference_model(
-    reference, tmp_path, method, kv_heads, expected
-):
+def test_published_baselines_on_the_reference_model(reference, out, method, kv_heads, expected):
     """Perplexities of an independent implementation of the baselines on the same model and text."""
     from kvfold.convert.measure.losses import cut_token_windows, measure_perplexity
 
@@ -247,8 +243,8 @@ def test_published_baselines_on_the_reference_model(
     tokens = cut_token_windows(
         tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256
     )
-    convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
-    assert measure_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
+    convert(reference / "llama-mha", out, method=method, kv_heads=kv_heads)
+    assert measure_perplexity(out, tokens) == pytest.approx(expected, rel=1e-3)
 
 
 # A source that changes during a run gives an error and no OUT: its result would belong to neither

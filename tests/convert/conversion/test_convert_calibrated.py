@@ -72,23 +72,21 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
     assert "By position, on 1 x 512 tokens:" in (folded / "README.md").read_text()
 
 
-def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(out, monkeypatch, capsys):
     embed = CheckpointStream.embed
 
     def overflow(self, tokens):
         return embed(self, tokens) * (math.inf if tokens.shape[1] > QUICK["seq_len"] else 1)
 
     monkeypatch.setattr(CheckpointStream, "embed", overflow)
-    done = convert(tmp_path / "out", to="mqa")
+    done = convert(out, to="mqa")
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
     assert math.isfinite(done.drift.stretches[-1].excess)
     assert "the loss by position ends at 64 tokens: calibration text" in capsys.readouterr().err
 
 
-def test_no_positions_skips_their_sequences(tmp_path):
-    done = convert(tmp_path / "out", to="mqa", positions=False)
+def test_no_positions_skips_their_sequences(out):
+    done = convert(out, to="mqa", positions=False)
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
 
 
@@ -109,9 +107,9 @@ def test_a_length_beyond_the_context_is_refused_before_any_work(tmp_path, refuse
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_tokenizer_is_refused(tmp_path, tiny_family):
+def test_a_model_without_tokenizer_is_refused(out, tiny_family):
     with pytest.raises(InputError, match="calibration needs the model's tokenizer"):
-        convert(tmp_path / "out", model=tiny_family("llama"), to="mqa")
+        convert(out, model=tiny_family("llama"), to="mqa")
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,24 @@
 queries and keys.
 """
 
+import shutil
+
 import pytest
 import torch
 from helpers import precision
 from helpers.attention import random_tokens
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer, run_conversion, stock_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from helpers.checkpoints import add_demo_tokenizer, run_conversion, stock_model, tensors
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
 
 WIDTH = 32
@@ -74,14 +84,13 @@ def of_tokens(model):
 
 
 @pytest.mark.parametrize("method", ["principal", "svd"])
-def test_norms_without_effect_convert_exactly(steady, tmp_path, method):
-    out = tmp_path / "out"
+def test_norms_without_effect_convert_exactly(steady, out, method):
     latent = {"to": "mla", "kv_rank": WIDTH + 1, "rope_dim": 2 * WIDTH}
     run_conversion(steady, out, **latent, **TEXT, method=method)
     precision.assert_same_function(stock_model(out), stock_model(steady), of_tokens)
 
 
-def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
+def test_identical_heads_fold_exactly_behind_their_norms(tmp_path, out):
     """Keys of least squares would lose a little here: held-out text leaves them aside."""
     model = qwen3()
     with torch.no_grad():
@@ -89,7 +98,6 @@ def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 projection.weight[WIDTH:] = projection.weight[:WIDTH]
     source = save(tmp_path / "source", model)
-    out = tmp_path / "out"
     run_conversion(source, out, to="mqa", **TEXT)
     precision.assert_same_function(stock_model(out), stock_model(source), of_tokens)
 
@@ -181,3 +189,35 @@ def test_results_are_finite_and_exact_where_the_source_is(
         torch.testing.assert_close(
             logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
         )
+
+
+@pytest.mark.parametrize(("family", "tolerance"), [("llama", 1e-5), ("gpt_oss", 1e-4)])
+def test_identical_heads_fold_exactly(tiny_family, tmp_path, out, family, tolerance):
+    """Twins that are no neighbors: query heads change places, each with its attention sink where
+    the model has them.
+    """
+    made = tiny_family(family, vocab_size=2048, num_key_value_heads=4, attention_bias=True)
+    source = shutil.copytree(made, tmp_path / "source")
+    stored = tensors(source)
+    for name in [name for name in stored if ".k_proj." in name or ".v_proj." in name]:
+        stored[name] = stored[name][: len(stored[name]) // 2].repeat(
+            2, *[1] * (stored[name].dim() - 1)
+        )
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    text = tmp_path / "few.txt"
+    text.write_text("def function(argument): return a value of the list. " * 400)
+    options = {"kv_heads": 2, "group": "similar", "samples": 8, "seq_len": 32, "quiet": True}
+    convert_checkpoint(
+        ConvertRequest(str(source), str(out), to="gqa", calibration=str(text), **options)
+    )
+    tokens = torch.randint(3, 2048, (4, 40), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected, found = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+            for folder in (source, out)
+        )
+    assert (expected - found).abs().max() < tolerance * expected.abs().max()
+    sinks = "model.layers.0.self_attn.sinks"
+    if sinks in stored:
+        assert stored[sinks].std() > 0.1
+        assert torch.equal(tensors(out)[sinks], stored[sinks][[0, 1, 4, 5, 2, 3, 6, 7]])

@@ -44,10 +44,10 @@ def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
 
 @pytest.mark.parametrize(("options", "loss", "command", "expected"), CASES["next_command"])
 def test_the_next_command_trains_more_then_takes_a_larger_cache(
-    tmp_path, options, loss, command, expected
+    out, options, loss, command, expected
 ):
     options = {"to": "mqa", "seq_len": 256} | options
-    request = ConvertRequest(demo_folder(), tmp_path / "out", **options)
+    request = ConvertRequest(demo_folder(), out, **options)
     plan = convert_checkpoint(replace(request, dry_run=True)).plan
     words = suggest_next_command(replace(plan, request=request), LOSSES.get(loss))
     assert words[:2] == ["kvfold", command]

@@ -39,8 +39,8 @@ def config_only(tmp_path_factory):
     ("target", "kind", "elements"),
     [(FOLD, "GQA-8", 2048), ({"to": "mla", "kv_rank": 512, "rope_dim": 64}, "MLA 512+64", 576)],
 )
-def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, elements, tmp_path):
-    request = {"model": config_only, "out": tmp_path / "out", **target}
+def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, elements, out):
+    request = {"model": config_only, "out": out, **target}
     done = run_conversion(**request, dry_run=True)
     found = done.to_dict()
     assert found["attention"] == {"from": "MHA", "to": kind}
@@ -49,7 +49,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
     assert f"RAM      about {found['host_memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
     with pytest.raises(InputError, match="has no weights"):
         run_conversion(**request)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def needs(folder, on_gpu=False, **options):
@@ -157,10 +157,10 @@ def wide(tmp_path_factory):
         {"to": "mqa", "method": "mean", "polish": 1, "seq_len": 64},
     ],
 )
-def test_the_peak_is_what_was_announced(options, wide, tmp_path):
+def test_the_peak_is_what_was_announced(options, wide, out):
     request = {
         "model": str(wide),
-        "out": str(tmp_path / "out"),
+        "out": str(out),
         "quiet": True,
         "samples": 4,
         "precision": "float32",

@@ -7,12 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers import forked
 from helpers.checkpoints import read_json
 from helpers.processes import run_python
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
 from kvfold.convert.conversion.journal import Journal, count_finished_layers
+from kvfold.convert.errors import InputError
+from kvfold.convert.processes import destroy_process_group, get_rank, run_on_rank0
 
 CONVERT = """
 import json, sys
@@ -110,7 +113,7 @@ def test_a_process_that_never_comes_ends_the_others(tmp_path, monkeypatch):
     assert "torchrun: not all 2 processes connected within 0.5 s" in first.stderr
 
 
-def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests, tmp_path):
+def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests, tmp_path, out):
     """Though none of its tensors is in the second one's shards."""
     options = {"gqa": CALIBRATED["gqa"] | {"max_shard_size": "300KB"}}
     convert_together(tmp_path / "whole log", requests("whole", options))
@@ -130,10 +133,10 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
 
     first, _ = forked.run_ranks(tmp_path / "killed log", killed)
     assert first.status == -signal.SIGKILL
-    (left,) = (tmp_path / "out").glob(".gqa.kvfold-*")
+    (left,) = out.glob(".gqa.kvfold-*")
     assert count_finished_layers(left) == 1
     convert_together(tmp_path / "out log", made)
-    assert forked.snapshot(tmp_path / "out" / "gqa") == forked.snapshot(tmp_path / "whole" / "gqa")
+    assert forked.snapshot(out / "gqa") == forked.snapshot(tmp_path / "whole" / "gqa")
 
 
 def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_path):
@@ -159,3 +162,28 @@ def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_pat
     assert first.status == -signal.SIGKILL
     assert "another process of this run has ended" in second.stderr
     assert not (tmp_path / "out" / "gqa").exists()
+
+
+def run_two():
+    """Rank 0 alone works, and both get its error."""
+    dist.init_process_group("gloo")
+
+    def fail():
+        raise InputError("no text", ["a detail"])
+
+    result = run_on_rank0(get_rank)
+    try:
+        run_on_rank0(fail)
+    except InputError as error:
+        print(json.dumps([result, str(error)]))
+    destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_the_error_of_rank_0_is_that_of_all(tmp_path):
+    ended = forked.run_ranks(tmp_path, run_two)
+    assert [child.status for child in ended] == [0, 0], ended
+    assert [json.loads(child.stdout) for child in ended] == [
+        [rank, "no text\n  a detail"] for rank in (0, None)
+    ]

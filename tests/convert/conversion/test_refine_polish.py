@@ -64,16 +64,18 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(
     assert "attention was trained together for 4 steps" in card
 
 
-def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_reader, tmp_path):
+def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(
+    tiny_reader, tmp_path, out
+):
     path = tmp_path / "short.txt"
     path.write_text(" ".join(map(str, range(900))))
     options = {**MQA, "calibration": str(path), "polish": "3k"}
     with pytest.raises(
         InputError, match=r"short\.txt: too little text: \d+ tokens .*, or add --repeat-text"
     ):
-        convert(tmp_path / "out", tiny_reader, **options)
-    assert not (tmp_path / "out").exists()
-    polish = convert(tmp_path / "out", tiny_reader, **options, repeat_text=True)["polish"]
+        convert(out, tiny_reader, **options)
+    assert not out.exists()
+    polish = convert(out, tiny_reader, **options, repeat_text=True)["polish"]
     assert polish["steps"] == 3
     assert 32 < polish["sequences"] < 3 * budget.choose_batch_size(QUICK["seq_len"])
 
@@ -107,7 +109,7 @@ def unbroken(tiny_reader, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, out, monkeypatch):
     """Also where the teacher's states are computed for two steps at a time."""
     monkeypatch.setattr(polishing, "POLISH_ROUND", 2)
     monkeypatch.setattr(training, "BLOCK_STEPS", 2)
@@ -123,13 +125,13 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(training.PolishTask, "backward", counted)
         with pytest.raises(RuntimeError, match="killed"):
-            convert(tmp_path / "out", tiny_reader, **POLISHED)
+            convert(out, tiny_reader, **POLISHED)
     assert len(steps) == 3
     steps += [None]
     monkeypatch.setattr(training.PolishTask, "backward", counted)
-    convert(tmp_path / "out", tiny_reader, **POLISHED)
+    convert(out, tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == 3  # the third step once more
-    assert snapshot(tmp_path / "out") == unbroken
+    assert snapshot(out) == unbroken
 
 
 def test_polishing_in_less_memory_gives_the_same_weights(tmp_path, tiny_reader, monkeypatch):

@@ -58,9 +58,9 @@ def child(tmp_path_factory):
 
 
 @pytest.fixture
-def request_of(tiny_reader, tmp_path):
-    """``request_of("mqa")``: options of a run of some seconds that writes ``tmp_path / "out"``."""
-    fixed = {"model": tiny_reader, "out": tmp_path / "out", "samples": 4, "seq_len": 24}
+def request_of(tiny_reader, out):
+    """``request_of("mqa")``: options of a run of some seconds that writes ``out``."""
+    fixed = {"model": tiny_reader, "out": out, "samples": 4, "seq_len": 24}
     return lambda name, **options: {**fixed, **CASES["options"][name], **options}
 
 
@@ -77,7 +77,7 @@ def fail_at_the_end():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(CASES["options"], 3))
 def test_a_killed_run_goes_on_at_its_last_finished_layer(
-    tmp_path, tmp_path_factory, request_of, child, name
+    tmp_path, out, tmp_path_factory, request_of, child, name
 ):
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
@@ -86,11 +86,11 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
         killed = child(options, count)
         assert killed.status == -signal.SIGKILL, killed.stderr
         assert killed.stdout.splitlines() == made
-        assert not (tmp_path / "out").exists()
+        assert not out.exists()
     done = child(options, 99)
     assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert forked.snapshot(tmp_path / "out") == forked.snapshot(unbroken)
+    assert forked.snapshot(out) == forked.snapshot(unbroken)
 
 
 def test_only_an_equal_request_for_the_same_model_goes_on(
@@ -171,12 +171,12 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(request_of, capsy
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files(
-    tmp_path, request_of, capsys, truncated
+    tmp_path, out, request_of, capsys, truncated
 ):
     options = request_of("mqa") | {"refine": 0}
     with fail_at_the_end():
         run_conversion(**options)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
     if truncated:
         (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
         os.truncate(left, left.stat().st_size - 1)
@@ -196,7 +196,7 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
     assert walks.called == truncated  # else no layer runs again either
     assert ("model.safetensors changed since then" in capsys.readouterr().err) == truncated
     run_conversion(**options | {"out": tmp_path / "unbroken"})
-    assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
+    assert forked.snapshot(out) == forked.snapshot(tmp_path / "unbroken")
 
 
 class Torn(writer.ShardWriter):
@@ -228,11 +228,11 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
-def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
+def test_a_method_without_layers_to_go_on_from_starts(tmp_path, out):
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
-    run_conversion(demo_folder(), tmp_path / "out", to="mqa", method="mean")
-    assert (tmp_path / "out" / "config.json").is_file()
+    run_conversion(demo_folder(), out, to="mqa", method="mean")
+    assert (out / "config.json").is_file()
     assert not left.exists()
 
 

@@ -63,9 +63,7 @@ def test_a_cache_that_is_switched_off_is_one_warning(source):
     assert "use_cache" in note
 
 
-def test_the_packages_that_a_sentencepiece_model_needs_are_named(
-    source, tmp_path, monkeypatch, refused
-):
+def test_the_packages_that_a_sentencepiece_model_needs_are_named(source, out, monkeypatch, refused):
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     monkeypatch.setattr(tokenizers, "distributions", lambda name: [])
@@ -73,5 +71,5 @@ def test_the_packages_that_a_sentencepiece_model_needs_are_named(
     logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
     monkeypatch.setattr(logger, "handle", logged.append)
     with refused("pip install 'kvfold[sentencepiece]'"):
-        run_conversion(source, tmp_path / "out", to="mqa", samples=2, seq_len=16)
+        run_conversion(source, out, to="mqa", samples=2, seq_len=16)
     assert not logged

@@ -4,10 +4,12 @@ the result has it too, or the run says what it lacks.
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import precision
+from helpers.cases import read_cases
 from helpers.checkpoints import (
     compute_logits,
     convert,
@@ -21,12 +23,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention import register_models
-from kvfold.convert import ConvertRequest
+from kvfold.convert import ConvertRequest, processes
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.measure.inspect import inspect_checkpoint
 from kvfold.convert.targets.mla import spec
 
+CASES = read_cases(__file__)
 SHORT = 32  # tokens with the first of longrope's two sets of frequencies
 
 
@@ -51,11 +54,7 @@ def two_heads(tiny_family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("qwen2", {"layout": "free"}),
-        ("qwen3", {"layout": "kvfold"}),
-        ("qwen2", {"to": "gqa", "kv_heads": 8}),
-    ],
+    CASES["heads"],
 )
 def test_a_head_that_differs_from_the_embedding_stays(family, options, two_heads, tmp_path):
     register_models()
@@ -87,11 +86,7 @@ def test_a_stored_copy_of_the_embedding_stays_tied(two_heads, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "flags", "part"),
-    [
-        ("qwen2", {"use_bias": False}, "layers.0.self_attn.o_proj.bias"),
-        ("phi", {"qk_layernorm": False}, "layers.0.self_attn.q_layernorm.weight"),
-        ("mixtral", {"num_local_experts": 2}, "layers.0.block_sparse_moe.experts.4.w1.weight"),
-    ],
+    CASES["denied"],
 )
 def test_other_tensors_that_the_config_denies_are_refused(
     family, flags, part, tiny_family, tmp_path, refused
@@ -106,20 +101,7 @@ def test_other_tensors_that_the_config_denies_are_refused(
 @pytest.fixture(scope="module")
 def longrope(tiny_family):
     """A phi3 with other rotary frequencies for texts above ``SHORT`` tokens."""
-    return tiny_family(
-        "phi3",
-        sliding_window=None,
-        num_key_value_heads=2,
-        original_max_position_embeddings=SHORT,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 1.0,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-            "original_max_position_embeddings": SHORT,
-        },
-    )
+    return tiny_family("phi3", **CASES["longrope"])
 
 
 def test_longrope_keeps_both_sets_of_frequencies(longrope, tmp_path):
@@ -154,9 +136,8 @@ def test_the_first_name_of_longrope_is_read_and_not_written(longrope, tmp_path):
 
 
 def test_a_shorter_context_lets_a_stock_class_hold_longrope_and_is_stated(
-    longrope, tmp_path, refused
+    longrope, tmp_path, out, refused
 ):
-    out = tmp_path / "out"
     options = {**full_split(longrope, 1), "layout": "free", "allow_growth": True}
     for context in (None, SHORT + 1, 10**6):
         with refused():
@@ -174,11 +155,7 @@ def test_a_shorter_context_lets_a_stock_class_hold_longrope_and_is_stated(
 
 @pytest.mark.parametrize(
     ("family", "changes", "lost"),
-    [
-        ("mistral", {"sliding_window": 32}, "sliding_window"),
-        ("gemma2", {"query_pre_attn_scalar": 8}, "softcap"),
-        ("granite", {"residual_multiplier": 0.5, "mlp_bias": False}, "residual_scale"),
-    ],
+    CASES["lost"],
 )
 def test_a_property_that_no_rule_knows_is_missed_at_the_end_of_planning(
     family, changes, lost, tiny_family, monkeypatch, refused
@@ -188,3 +165,20 @@ def test_a_property_that_no_rule_knows_is_missed_at_the_end_of_planning(
     request = ConvertRequest(source, "out", to="mla", kv_rank=8, rope_dim=4, layout="free")
     with refused(lost):
         make_plan(request, open_checkpoint(source))
+
+
+def test_weights_of_whole_numbers_are_refused(tiny_family, refused):
+    checkpoint = open_checkpoint(tiny_family("llama"))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = replace(checkpoint.tensors[name], dtype="I16")
+    with refused():
+        make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
+
+
+def test_fewer_sequences_than_processes_are_refused(tiny_family, monkeypatch, refused):
+    request = ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64)
+    checkpoint = open_checkpoint(tiny_family("llama"))
+    make_plan(request, checkpoint)
+    monkeypatch.setattr(processes, "world_size", lambda: 4)
+    with refused():
+        make_plan(request, checkpoint)

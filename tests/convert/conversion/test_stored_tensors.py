@@ -113,13 +113,13 @@ def test_names_without_the_prefix_of_the_base_model(tiny_family, tmp_path, famil
     "extra", ["model.layers.2.mlp.up_proj.weight", "model.mtp_layers.0.eh_proj", "mtp.fc"]
 )
 def test_tensors_that_the_class_does_not_load_are_left_out_and_named(
-    tiny_family, tmp_path, capsys, extra
+    tiny_family, tmp_path, out, capsys, extra
 ):
     source = tiny_family("llama")
     more = rewrite(source, tmp_path / "more", lambda stored: stored | {extra: torch.ones(2, 2)})
-    convert(more, tmp_path / "out", 2, quiet=False)
+    convert(more, out, 2, quiet=False)
     assert extra in capsys.readouterr().err
-    assert tensors(tmp_path / "out").keys() == tensors(source).keys()
+    assert tensors(out).keys() == tensors(source).keys()
     (note,) = inspect_checkpoint(more).notes
     assert extra in note
 

@@ -51,12 +51,12 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
     "name",
     mostly_slow([name for name in list_supported_model_types() if name not in CLASSICS], 8),
 )
-def test_repeated_heads_compute_the_same(name, tiny_family, tmp_path):
+def test_repeated_heads_compute_the_same(name, tiny_family, out):
     source = tiny_family(name, num_key_value_heads=2)
-    convert(source, tmp_path / "out", kv_heads=4, method=None)
-    assert read_model(tmp_path / "out").geometry.kv_heads == 4
+    convert(source, out, kv_heads=4, method=None)
+    assert read_model(out).geometry.kv_heads == 4
     torch.testing.assert_close(
-        compute_logits(tmp_path / "out"), compute_logits(source), **precision.LARGE_LOGITS
+        compute_logits(out), compute_logits(source), **precision.LARGE_LOGITS
     )
 
 
@@ -124,11 +124,9 @@ def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_fami
 # Keys of hunyuan_v1_dense are normalized behind their rotation, so they are pooled only; queries of
 # ministral3 grow with their position.
 @pytest.mark.parametrize(("name", "changes", "options"), CASES["refused"])
-def test_what_no_output_can_express_is_refused(
-    name, changes, options, tiny_family, tmp_path, refused
-):
+def test_what_no_output_can_express_is_refused(name, changes, options, tiny_family, out, refused):
     with refused():
-        convert(tiny_family(name, **changes), tmp_path / "out", **options)
+        convert(tiny_family(name, **changes), out, **options)
 
 
 def test_a_norm_for_each_head_is_refused_where_one_is_stored(tiny_family, refused):

@@ -193,9 +193,9 @@ def test_names_of_files_written_by_transformers_5_too(wrapper, tmp_path):
     same(out, convert(wrapper("llava"), tmp_path / "old", 2), wrappers.inputs("llava"))
 
 
-def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, tmp_path):
+def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, out):
     with pytest.raises(InputError, match="llava"):
-        uptrain_checkpoint(UptrainRequest(wrapper("llava"), tmp_path / "out", "none.txt"))
+        uptrain_checkpoint(UptrainRequest(wrapper("llava"), out, "none.txt"))
 
 
 def test_sizes_left_out_are_those_of_the_stock_class():

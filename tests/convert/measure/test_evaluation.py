@@ -62,13 +62,6 @@ def test_a_source_that_does_not_beat_chance_guesses():
     assert evaluation.make_evaluation_row("needle", "", half, half)["guesses"] is False
 
 
-def test_documents_are_paired():
-    row = evaluation.make_evaluation_row(
-        "loss", "", torch.tensor([1, 2, 4]), torch.tensor([2, 3, 5])
-    )
-    assert (row["difference"], row["margin"]) == (1, 0)
-
-
 def test_losses_are_those_of_transformers(encode):
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
@@ -155,7 +148,6 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, kvfold):
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     done = kvfold(*line, "--samples", 2, "--json", "-")
-    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     tasks = {row["metric"]: row for row in found["rows"]}
     assert tasks["256 tokens"]["difference"] == 0

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,8 +9,6 @@ from helpers.checkpoints import read_json
 from helpers.processes import run_kvfold
 
 from kvfold.convert import console, inspect_checkpoint
-from kvfold.convert.conversion.judgment import LossFigures
-from kvfold.convert.measure.plots import plot_loss_by_cache
 from kvfold.convert.measure.report import write_report
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -86,18 +83,6 @@ def test_a_hostile_name_stays_text(tmp_path, monkeypatch):
     write_report(str(tmp_path), name, name, [name], [[[name], [name]]], [], [name], True)
     page = read_page(tmp_path)
     assert page.find("body/h1").text == "<script>alert(1)</script>&\N{REPLACEMENT CHARACTER}[31m"
-
-
-def test_equal_values_give_equal_plots_in_which_every_target_is_named():
-    plots = []
-    for excess in (0.1, 0.1, 0.2):
-        measured = SimpleNamespace(excess=excess, excess_margin=0.1)
-        row = SimpleNamespace(kind="MLA 128+64", cache_elements=192, measured=measured)
-        limit = {"limit": LossFigures(0.01, 1, 0), "limit_name": "limit"}
-        sweep = SimpleNamespace(rows=[row], cache_elements=384, **limit)
-        plots.append(plot_loss_by_cache(sweep).to_svg())
-    assert plots[0] == plots[1] != plots[2]
-    assert "MLA 128+64" in plots[0]
 
 
 @pytest.mark.parametrize("name", ["FOLDER", "FILE"])

@@ -39,9 +39,9 @@ def with_losses(found, losses, within=0.01):
 
 
 @pytest.mark.parametrize("index", [0, 2, 3], ids=["gqa", "mla", "budget"])
-def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, index):
+def test_a_target_is_what_its_conversion_alone_would_be(out, swept, index):
     row = swept.rows[index]
-    done = convert_checkpoint(replace(row.request, out=str(tmp_path / "out")))
+    done = convert_checkpoint(replace(row.request, out=str(out)))
     for figure in ("kl", "agreement", "teacher_loss", "student_loss", "by_sequence"):
         assert getattr(done.drift, figure) == getattr(row.measured, figure), figure
     assert (done.plan.output.kind, done.cache_elements.after) == (row.kind, row.cache_elements)

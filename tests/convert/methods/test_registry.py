@@ -42,8 +42,7 @@ def converted(way, out, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_method_of_a_module(tmp_path, way):
-    out = tmp_path / "out"
+def test_a_method_of_a_module(out, way):
     name = "toy_method:loudest"
     converted(way, out, to="gqa", kv_heads=2, method=name)
     assert read_json(out / "kvfold.json")["request"]["method"] == name
@@ -59,11 +58,11 @@ def test_a_method_of_a_module(tmp_path, way):
     torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
 
 
-def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path):
+def test_a_method_from_python_may_start_a_refinement(tiny_reader, out):
     import toy_method  # noqa: F401  # registers its name
 
     text = {"samples": 4, "seq_len": 32, "refine": 2}
-    done = run_conversion(tiny_reader, tmp_path / "out", to="mqa", method="loudest", **text)
+    done = run_conversion(tiny_reader, out, to="mqa", method="loudest", **text)
     assert len(done.record["refinement"]) == 2
 
 
@@ -76,8 +75,7 @@ def usual(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_objective_of_a_module(usual, tmp_path, way):
-    out = tmp_path / "out"
+def test_an_objective_of_a_module(usual, tmp_path, out, way):
     name = "toy_objective:nearest-keys"
     converted(way, out, objective=name, **FEW)
     assert read_json(out / "kvfold.json")["request"]["objective"] == name

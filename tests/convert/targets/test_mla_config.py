@@ -34,11 +34,6 @@ def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
     return list_mla_problems(make_model(config), target, allow_growth=allow_growth)
 
 
-def test_a_llama_can_become_both_layouts():
-    assert problems(target=MlaSpec(16, 8)) == problems(target=MlaSpec(16, 8, layout="engine")) == []
-    assert problems(target=MlaSpec(64, 32), allow_growth=True) == []
-
-
 @pytest.mark.parametrize("sizes", CASES["wrong_sizes"])
 def test_sizes_that_cannot_be(sizes, told):
     (problem,) = problems(target=MlaSpec(*sizes))

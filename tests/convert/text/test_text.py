@@ -191,6 +191,15 @@ def test_rows_as_people_have_them_are_chats_of_two_turns(tmp_path, row, chat, re
     assert text.replace("<s>", "").replace("</s>", "") == expected
 
 
+def test_a_template_that_writes_much_is_cut_at_what_is_of_use(tmp_path):
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ 'ab ' * 10**7 }}"
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 40
+    corpus = open_corpus(str(write_lines(tmp_path / "chats.jsonl", rows)), tokenizer, 0)
+    documents, complete = corpus.read_documents(1 << 12)
+    assert (sum(map(len, documents)), complete) == (4 << 12, False)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from helpers import forked
-from helpers.cases import mostly_slow
+from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import (
     assert_same_tensors,
     read_json,
@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.convert import device
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.options import format_argv
 from kvfold.convert.targets.mla.encode import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain import uptraining
@@ -33,24 +34,9 @@ from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import STATE, uptrain_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
-LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 8}
-TARGETS = {
-    "gqa": {"to": "gqa", "kv_heads": 2, "method": "mean"},
-    "mqa": {"to": "mqa", "method": "mean"},
-    "free": {**LATENT, "method": "svd"},
-    "engine": {**LATENT, "layout": "engine", "samples": 16, "seq_len": 32},
-}
-QUICK = {
-    "steps": 10,
-    "batch_tokens": 512,
-    "seq_len": 64,
-    "micro_batch": 8,
-    "relative_lr": 0.05,
-    "eval_sequences": 8,
-    "eval_every": 5,
-    "log_every": 1,
-    "device": "cpu",
-}
+CASES = read_cases(__file__)
+TARGETS = CASES["targets"]
+QUICK = CASES["quick"]  # options of a run of seconds
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +75,12 @@ def train(model, out, text, **options):
 
 def options_of(**options):
     """``options`` in place of the quick ones, as words of a command line."""
-    return [
-        str(word)
-        for name, value in {**QUICK, **options}.items()
-        for word in (f"--{name.replace('_', '-')}", value)
-    ]
+    return format_argv({**QUICK, **options})
 
 
 @pytest.mark.parametrize("target", mostly_slow(TARGETS, 4))
-def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_path, target):
+def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, out, target):
     start = converted(target)
-    out = tmp_path / "out"
     options = {"weight_decay": 0.1} if target == "free" else {"gradient_checkpointing": True}
     record = train(start, out, text, **options)
     steps = [row for row in record["log"] if "loss" in row]
@@ -124,7 +105,7 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
 
 
 @pytest.mark.parametrize("family", mostly_slow(["gpt2", "mixtral"], 2))
-def test_tensors_are_written_under_the_names_of_the_files(tiny_family, text, tmp_path, family):
+def test_tensors_are_written_under_the_names_of_the_files(tiny_family, text, tmp_path, out, family):
     """Those of gpt2 lack a prefix and hold masks, those of mixtral have one tensor for each
     expert.
     """
@@ -134,15 +115,17 @@ def test_tensors_are_written_under_the_names_of_the_files(tiny_family, text, tmp
         stored = {name.removeprefix("transformer."): value for name, value in stored.items()}
         stored["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril()
     save_file(stored, start / "model.safetensors", {"format": "pt"})
-    train(start, tmp_path / "out", text, steps=1, eval_every=0)
-    after = tensors(tmp_path / "out")
+    train(start, out, text, steps=1, eval_every=0)
+    after = tensors(out)
     assert after.keys() == stored.keys()
     still = {name for name in stored if torch.equal(stored[name], after[name])}
     assert still <= {"h.0.attn.bias"}
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    converted, text, tmp_path, out, monkeypatch
+):
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
     options = {"steps": 8, "save_every": 3, "log_every": 2, "eval_every": 4}
     whole = train(converted("free"), tmp_path / "whole", text, **options)
@@ -150,7 +133,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     work = tmp_path / "out.training"
 
     def run():
-        return train(converted("free"), tmp_path / "out", text, **options)
+        return train(converted("free"), out, text, **options)
 
     def kill_in_step_7(self, args, state, control, **rest):
         if state.global_step == 7:
@@ -164,7 +147,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
         patch.setattr(uptrain_trainer.RunCallback, "on_step_end", kill_in_step_7)
         with pytest.raises(KeyboardInterrupt):
             run()
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
     (work / "checkpoint-6" / STATE).unlink()  # killed while it wrote this one
     with monkeypatch.context() as patch:
         patch.setattr(uptraining, "_write_checkpoint", fill_disk)
@@ -173,15 +156,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
     (work / "best.pt.new").touch()  # killed while it wrote this one
     assert run() == whole
-    assert_same_tensors(tmp_path / "out", tmp_path / "whole")
+    assert_same_tensors(out, tmp_path / "whole")
     assert not work.exists()
 
 
 def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
-    tiny_reader, converted, text, tmp_path
+    tiny_reader, converted, text, tmp_path, out
 ):
     start = converted("engine")
-    out = tmp_path / "out"
     # A larger sibling of the source may pad its vocabulary further.
     teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
     model = stock_model(tiny_reader)
@@ -206,10 +188,11 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
     assert f"KL from the teacher: {errors[0]:.4f} -> {errors[-1]:.4f}" in section
 
 
-def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(text, tmp_path, monkeypatch):
+def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(
+    text, tmp_path, out, monkeypatch
+):
     monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape: 4.0)
     start = tmp_path / "mqa"
-    out = tmp_path / "out"
     run_conversion(demo_folder(), start, **TARGETS["mqa"])
     assert (
         train(start, out, text, steps=1, batch_tokens=64, eval_every=0)["precision"] == "bfloat16"
@@ -219,13 +202,13 @@ def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(text, tmp_p
     assert "lm_head.weight" not in tensors(out)  # a tied head stays tied
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_ends_the_run(converted, text, out, monkeypatch):
     monkeypatch.setattr(
         uptrain_trainer, "sum_loss", lambda head, states, *_: states.sum() * float("nan")
     )
     with pytest.raises(KvfoldError, match=r"step 1: .* lower --relative-lr"):
-        train(converted("gqa"), tmp_path / "out", text, eval_every=0)
-    assert not (tmp_path / "out").exists()
+        train(converted("gqa"), out, text, eval_every=0)
+    assert not out.exists()
 
 
 def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_family, kvfold):
@@ -238,21 +221,20 @@ def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_fam
         ((*both, *options_of(teacher=stranger)), f"{stranger.name}: a teacher needs"),
         ((*both, *options_of(batch_tokens=500)), "--batch-tokens"),
     ):
-        done = kvfold("uptrain", *arguments)
-        assert done.returncode == 2
+        done = kvfold("uptrain", *arguments, status=2)
         line = done.stderr.strip().splitlines()[-1]
         assert line.startswith("error: ")
         assert expected in line
         assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".training")]
 
 
-def test_what_is_written_is_the_best_state_even_that_before_training(tiny_reader, text, tmp_path):
+def test_what_is_written_is_the_best_state_even_that_before_training(tiny_reader, text, out):
     options = {"teacher": str(tiny_reader), "relative_lr": 0.9, "steps": 5}
-    record = train(tiny_reader, tmp_path / "out", text, **options)
+    record = train(tiny_reader, out, text, **options)
     errors = [row["eval_kl"] for row in record["log"] if "eval_kl" in row]
     assert errors[0] < min(errors[1:])
     assert record["held_out"]["after"] == record["held_out"]["before"]
-    torch.testing.assert_close(tensors(tmp_path / "out"), tensors(tiny_reader), rtol=0, atol=0)
+    torch.testing.assert_close(tensors(out), tensors(tiny_reader), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

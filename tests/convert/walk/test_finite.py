@@ -46,15 +46,15 @@ def damaged(tmp_path):
         ("mla", "model.layers.1.mlp.up_proj.weight", math.inf),
     ],
 )
-def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, name, value):
+def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, out, damaged, target, name, value):
     text = tmp_path / "few.txt"
     text.write_text("def function(argument): return a value of the list. " * 60)
     options = {"calibration": text, "samples": 1, "seq_len": 8, **TARGETS[target]}
     with pytest.raises(InputError) as caught:
-        run_conversion(damaged(name, value), tmp_path / "out", **options)
+        run_conversion(damaged(name, value), out, **options)
     assert str(caught.value).startswith(f"tensor '{name}' has ")
     assert WHERE[name] in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_overflow_without_a_damaged_tensor_says_so():
