@@ -152,7 +152,7 @@ def test_the_page_of_options_has_those_of_each_command():
     explained = {*row.findall(shared)}
     page = {}
     for text in sections:
-        also = re.findall(r"`(--[\w-]+)", text.partition("\nAlso")[2])
+        also = re.findall(r"`(--[\w-]+)", re.split(r"Also[:,]", text + "Also:")[1])
         page[text.split()[0]] = sorted([*row.findall(text), *also])
         if "as for convert" in text:
             explained |= {*row.findall(sections[1])}
