@@ -244,8 +244,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
     if links or (exists and before.keys() != {"options", "files"}):
         raise InputError(
             f"{work}: the training writes its checkpoints into this folder, but it contains links"
-            f" or files of something else, or its {started.name} is damaged; move them away or"
-            " choose another OUT"
+            f" or files of something else, or its {started.name} is damaged; delete {work} if only"
+            " an interrupted run is in it, or choose another OUT"
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:

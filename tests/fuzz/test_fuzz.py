@@ -30,9 +30,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from kvfold.convert.checkpoint.headers import read_header
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold, main
 from kvfold.convert.conversion import output
 from kvfold.convert.errors import InputError
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
+from kvfold.convert.uptrain.uptraining import STATE, prepare_training_folder
 
 COUNT = int(os.environ.get("KVFOLD_INPUTS", "20"))
 FUZZ = settings(
@@ -171,7 +174,7 @@ def test_files_with_names_that_are_no_text_or_are_obeyed(seeds, tmp_path_factory
     run_case(seeds, case, words, "llama", **{os.fsdecode(name + suffix): b"{}"})
 
 
-STATE_FILES = [".journal.json", ".precision", ".polish.pt"]
+STATE_FILES = [".journal.json", ".precision", ".text.pt", ".polish.pt"]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,8 @@ def killed_run(seeds, tmp_path_factory):
     """The command of a run that was killed after its last layer, its folder, and a copy of that."""
     case = tmp_path_factory.getbasetemp() / "state"
     line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "26"]
-    line += ["--calibration", str(seeds / "text.txt"), *RUN.split()]
+    texts = ["--calibration", "self", "--calibration", str(seeds / "text.txt")]
+    line += [*texts, *RUN.split()]
 
     def convert():
         output.complete_output = lambda *_: os._exit(9)
@@ -191,8 +195,9 @@ def killed_run(seeds, tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=max(1, COUNT // 5))  # each trains
-@given(data=st.data(), name=st.sampled_from(STATE_FILES))
+@pytest.mark.parametrize("name", STATE_FILES)
+@settings(FUZZ, max_examples=max(1, COUNT // 20))  # each trains
+@given(data=st.data())
 def test_damaged_files_of_a_killed_run(killed_run, data, name):
     """The run starts over, or goes on; either way it ends in the same output."""
     line, case, copy = killed_run
@@ -204,6 +209,34 @@ def test_damaged_files_of_a_killed_run(killed_run, data, name):
     check_end(end, line)
     assert end.status == 0, end.stderr
     assert sorted(path.name for path in case.iterdir()) == ["log", "out"]
+
+
+@pytest.mark.slow
+@FUZZ
+@given(data=st.data(), name=st.sampled_from(["request.json", f"checkpoint-4/{STATE}"]))
+def test_damaged_files_of_a_killed_training(seeds, tmp_path_factory, data, name):
+    """A checkpoint that was finished is found, or nothing; or the folder stays and is named."""
+    out = tmp_path_factory.getbasetemp() / "training" / "out"
+    shutil.rmtree(out.parent, ignore_errors=True)
+    out.parent.mkdir()
+    request = UptrainRequest(str(seeds / "result"), str(out), str(seeds / "text.txt"))
+    work = request.training_folder
+    source = open_checkpoint(request.model)
+    assert prepare_training_folder(request, source) is None
+    checkpoint = work / "checkpoint-4"
+    checkpoint.mkdir()
+    (checkpoint / STATE).write_text('{"global_step": 4}')
+    (work / name).write_bytes(data.draw(broken_bytes((work / name).read_bytes())))
+    before = forked.snapshot(work)
+    refusal = ""
+    try:
+        assert prepare_training_folder(request, source) in (checkpoint, None)
+    except InputError as error:
+        refusal = error.message
+    if refusal:
+        assert name == "request.json"
+        assert f"delete {work} " in refusal or "--fresh" in refusal
+        assert forked.snapshot(work) == before
 
 
 HEADER = json.dumps(TABLES["header"]).encode()
