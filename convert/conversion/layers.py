@@ -121,7 +121,6 @@ def fit_layer(
     """
     request = plan.request
     model = plan.model
-    positions = plan.geometry.positions
     spec = plan.latent
     layer: FoldLayer | LatentLayer
     if spec is None:
@@ -133,7 +132,7 @@ def fit_layer(
             weights=read_source_layer(plan, index),
             kv_heads=request.result_kv_heads,
             rotary=get_fold_rotary(plan, index),
-            context=min(positions, model.layers[index].window or positions),
+            context=count_visible_positions(model, index),
             std=plan.geometry.initializer_range,
             seed=request.seed,
             similar=group == "similar",
@@ -151,7 +150,7 @@ def fit_layer(
             channels=spec.data_channels,
             slots=plan.slots[index],
             rotary=make_layer_rotary(model, index, "short"),
-            context=positions,
+            context=count_visible_positions(model, index),
             scale=model.layers[index].scale,
             query_channels=None if rank is None else rank - spec.has_constant_channel,
             centered=spec.layout != "engine",
@@ -164,6 +163,14 @@ def fit_layer(
             layer, measure_error=walk_layer.measure_error, statistics=walk_layer.statistics
         )
     return plan.method.fit_weights(layer)
+
+
+def count_visible_positions(model: Model, layer: int) -> int:
+    """Return the number of positions that a query in ``layer`` can see: the layer's window, or the
+    context of ``model``.
+    """
+    positions = model.geometry.positions
+    return min(positions, model.layers[layer].window or positions)
 
 
 def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.layers import convert_layer, open_walk, read_source_layer
+from kvfold.convert.conversion.layers import (
+    convert_layer,
+    count_visible_positions,
+    open_walk,
+    read_source_layer,
+)
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import ProgressStages
@@ -129,9 +134,8 @@ def survey_layers(
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         weights = linearize_norms(read_source_layer(plan, index), statistics)
         rotary = make_layer_rotary(plan.model, index, "short")
-        surveys.append(
-            rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
-        )
+        context = count_visible_positions(plan.model, index)
+        surveys.append(rope_slots.survey_layer(weights, statistics, rotary, context))
         if trials and index in probed:
             probes[index] = statistics, inputs
     # Equal on all processes, to the last bit.

@@ -16,6 +16,7 @@ from helpers import precision
 from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import (
+    assert_same_tensors,
     convert,
     edit_json,
     full_split,
@@ -256,6 +257,18 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
     record = read_json(out / "kvfold.json")
     assert record["attention"] == {"from": "GQA-4", "to": "MLA 64+16+4"}
     assert record["drift"]["cache_bytes_per_token"]["student"] == 2 * 4 * (64 + 16 + 4)
+
+
+def test_latents_of_a_window_are_fitted_to_what_it_shows(tiny_family, tmp_path):
+    """Distances that no query sees count as little as those beyond the context."""
+    sizes = {"vocab_size": 2048, "sliding_window": 16, "layer_types": ["sliding_attention"] * 2}
+    options = {"to": "mla", "layout": "kvfold", "kv_rank": 24, "rope_dim": 8, "method": "principal"}
+    options |= {"samples": 4, "seq_len": 16}
+    outs = []
+    for positions in (16, 4096):
+        source = tiny_family("gemma3_text", max_position_embeddings=positions, **sizes)
+        outs.append(convert(source, tmp_path / f"{positions}", **options))
+    assert_same_tensors(*outs)
 
 
 @pytest.mark.parametrize(("name", "divisors"), CASES["divisors"].items())
