@@ -2,7 +2,7 @@
 divides into latent channels and rotary dims, by trial conversions.
 
 All layers of a stock class share their rotary frequencies, so every layer is surveyed before any is
-converted.
+converted; in layout ``kvfold`` each layer has its own.
 """
 
 import math
@@ -25,6 +25,7 @@ from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.targets.mla.layout import fit_yarn_parameters
+from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.transforms.head_norms import linearize_norms
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, RotarySlots
@@ -154,29 +155,34 @@ def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> li
     thetas = [
         make_layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
     ]
-    first = next((theta for theta in thetas if theta.numel()), None)
+    first = next((layer for layer, theta in enumerate(thetas) if theta.numel()), None)
     if first is None:
         return [rope_slots.NO_SLOTS] * len(thetas)
+    if spec.layout != "kvfold":
+        # A stock class has the same frequencies in all layers.
+        return [_choose_shared_slots(plan, spec, thetas[first], surveys)] * len(thetas)
     # Layers that do not rotate have the slots of the first layer that does.
-    frequencies = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]
+    rotating = [layer if theta.numel() else first for layer, theta in enumerate(thetas)]
+    return [
+        _choose_shared_slots(plan, spec, thetas[layer], surveys[layer : layer + 1])
+        for layer in rotating
+    ]
+
+
+def _choose_shared_slots(
+    plan: Plan, spec: MlaSpec, theta: Tensor, surveys: Sequence[LayerSurvey]
+) -> RotarySlots:
+    """Return the rotary slots of layers that have the same frequencies, chosen by their
+    ``surveys``; without any, at a uniform stride over ``theta``.
+    """
     rope_dim = spec.count_used_rope_dims(plan.geometry.rotary_dims)
-    slots = {}
-    for alike in dict.fromkeys(frequencies):
-        layers = [layer for layer, other in enumerate(frequencies) if other == alike]
-        if not surveys:
-            theta = torch.tensor(alike, dtype=torch.float64)
-            slots[alike] = rope_slots.spread_rotary_slots(theta, spec.rope_dim)
-        elif spec.layout == "engine":
-            chosen = rope_slots.choose_stepped_rotary_slots(
-                [surveys[layer] for layer in layers], rope_dim
-            )
-            _, cached = fit_yarn_parameters(plan.model, spec, chosen.theta.tolist())
-            slots[alike] = replace(chosen, theta=torch.tensor(cached, dtype=torch.float64))
-        else:
-            slots[alike] = rope_slots.choose_rotary_slots(
-                [surveys[layer] for layer in layers], rope_dim
-            )
-    return [slots[alike] for alike in frequencies]
+    if not surveys:
+        return rope_slots.spread_rotary_slots(theta, spec.rope_dim)
+    if spec.layout != "engine":
+        return rope_slots.choose_rotary_slots(surveys, rope_dim)
+    chosen = rope_slots.choose_stepped_rotary_slots(surveys, rope_dim)
+    _, cached = fit_yarn_parameters(plan.model, spec, chosen.theta.tolist())
+    return replace(chosen, theta=torch.tensor(cached, dtype=torch.float64))
 
 
 def choose_cache_split(

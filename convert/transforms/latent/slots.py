@@ -180,10 +180,10 @@ def average_surveys(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
 
 
 def choose_rotary_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> RotarySlots:
-    """Return the ``rope_dim / 2`` slots that preserve the most score energy, averaged over all
-    layers; several may share a frequency.
+    """Return the ``rope_dim / 2`` slots that preserve the most score energy, averaged over
+    the layers of ``surveys``; several may share a frequency.
 
-    All layers use the same frequencies: each keeps its first ``counts[l]`` components at pair
+    These layers use the same frequencies: each keeps its first ``counts[l]`` components at pair
     ``l``.
     """
     if not rope_dim:

@@ -271,6 +271,17 @@ def test_latents_of_a_window_are_fitted_to_what_it_shows(tiny_family, tmp_path):
     assert_same_tensors(*outs)
 
 
+def test_each_layer_has_the_rotary_pairs_that_it_needs_most(tiny_family, tmp_path):
+    """Random layers, which need different ones: only the config of this layout can tell them."""
+    options = {"to": "mla", "layout": "kvfold", "kv_rank": 24, "rope_dim": 4, "method": "principal"}
+    source = tiny_family("qwen3", vocab_size=2048, use_sliding_window=False)
+    out = convert(source, tmp_path / "out", samples=4, seq_len=64, **options)
+    rows = [row["frequencies"] for row in read_json(out / "config.json")["kvfold"]["layers"]]
+    assert len(rows) == 2
+    assert rows[0] != rows[1]
+    assert verify_checkpoint(str(out)).problems == []
+
+
 @pytest.mark.parametrize(("name", "divisors"), CASES["divisors"].items())
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     model = read_model(tiny_family(name))
