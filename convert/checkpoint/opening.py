@@ -159,7 +159,7 @@ class Checkpoint:
             if path not in self._loaded:
                 self._loaded.clear()
                 self._loaded[path] = load_pickled_state(path)
-            flat = self._loaded[path][info.name].detach().reshape(-1)
+            flat = self._slice_pickled_tensor(self._loaded[path], info)
             chunks = iter(torch.split(flat, elements or max(1, len(flat))))
         else:
             chunks = read_tensor_chunks(path, info, elements)
@@ -170,6 +170,24 @@ class Checkpoint:
             yield chunk
         if digest is not None:
             self.digests[info.name] = digest.hexdigest()
+
+    def _slice_pickled_tensor(
+        self, state: "Mapping[str, torch.Tensor]", info: TensorInfo
+    ) -> "torch.Tensor":
+        """Return the elements of the tensor at ``info`` in the content ``state`` of its pickled
+        file: a whole stored tensor, or one expert of a tensor of all experts.
+        """
+        if info.name in state:
+            return state[info.name].detach().reshape(-1)
+        whole = next(
+            stored
+            for stored in (self.stored or {}).values()
+            if stored.file == info.file and stored.start <= info.start < stored.end
+        )
+        flat = state[whole.name].detach().reshape(-1)
+        bytes_each = flat.element_size()
+        start = (info.start - whole.start) // bytes_each
+        return flat[start : start + info.nbytes // bytes_each]
 
     def read_bytes_as(self, name: str, dtype: str) -> Iterator[memoryview]:
         """Yield the bytes of the tensor ``name`` in order, cast to the safetensors ``dtype``, a few

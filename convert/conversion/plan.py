@@ -166,7 +166,7 @@ def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Mod
     Raises InputError if a tensor is missing, unknown or of another shape than config.json says.
     """
     model = model or make_model(checkpoint.config, checkpoint.tensors)
-    tensors = match_stored_tensors(model, checkpoint.tensors, split=not checkpoint.legacy)
+    tensors = match_stored_tensors(model, checkpoint.tensors)
     notes = list(checkpoint.notes)
     if unused := list_unused_tensors(model, tensors):
         notes.append(

@@ -17,14 +17,11 @@ from kvfold.convert.families.model import Model
 _PREDICTION_HEAD = re.compile(r"(^|\.)mtp[._]")
 
 
-def match_stored_tensors(
-    model: Model, stored: Mapping[str, Any], split: bool = True
-) -> dict[str, Any]:
+def match_stored_tensors(model: Model, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``stored`` (a `TensorInfo` for each name in the files) by the names of the model's
     class, in the order of the files. Names that nothing explains stay as they are.
 
-    With ``split``, a tensor of all experts becomes one `TensorInfo` per expert, each a range of the
-    stored bytes.
+    A tensor of all experts becomes one `TensorInfo` per expert, each a range of the stored bytes.
     """
     family = model.family
     prefix = family.prefix
@@ -40,7 +37,7 @@ def match_stored_tensors(
             continue
         shapes = [model.tensors[part].shape for part in names]
         sizes = sum(map(math.prod, shapes)), shapes[0][-1]
-        if not split or (math.prod(info.shape), info.shape[-1]) != sizes:
+        if (math.prod(info.shape), info.shape[-1]) != sizes:
             matched[name] = info
             continue
         step = info.nbytes // len(names)

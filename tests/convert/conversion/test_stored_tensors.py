@@ -3,6 +3,7 @@ converted as if it had the usual names, everything else is refused in one line.
 """
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -83,12 +84,19 @@ def test_the_names_that_transformers_gives_experts_and_heads(tiny_family, tmp_pa
     assert any(name.endswith(NEW_NAMES[family]) for name in tensors(tmp_path / "fused"))
     options = {"to": "mqa", "method": "mean"}
     runs = [("a", options)]
+    others = [tmp_path / "fused"]
     if family == "mixtral":
         runs.append(("b", full_split(source, 1) | {"allow_growth": True}))
+        pickled = shutil.copytree(tmp_path / "fused", tmp_path / "pickled")
+        torch.save(tensors(pickled), pickled / "pytorch_model.bin")
+        (pickled / "model.safetensors").unlink()
+        others.append(pickled)
     for name, options in runs:
-        for folder in (source, tmp_path / "fused"):
+        expected = tmp_path / f"{name}-{source.name}"
+        run_conversion(source, expected, **options)
+        for folder in others:
             run_conversion(folder, tmp_path / f"{name}-{folder.name}", **options)
-        assert_same_tensors(tmp_path / f"{name}-fused", tmp_path / f"{name}-{source.name}")
+            assert_same_tensors(tmp_path / f"{name}-{folder.name}", expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
