@@ -16,11 +16,15 @@ _COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A
 # choice, not tuned; measured ratios are around 1, or 2 and more.
 BFLOAT16_PAYS = 1.5
+# Fits stay on a GPU from this ratio on: data center cards have a half or more, consumer cards 1/32
+# or 1/64, which a CPU of a few cores exceeds. Chosen.
+FLOAT64_PAYS = 1 / 8
 # Rows of a timed product, and the most of its other two dims, by device. Chosen: enough for
 # products to be limited by arithmetic, and few enough where a CPU emulates bfloat16, at 1 GFLOP/s.
 # And the number of timings.
 _TIMED_SHAPE = {"cpu": (128, 1024), "cuda": (1024, 4096)}
 _TIMED = 3
+_TIMED_FITS = (4096, 4096)
 
 
 def choose_device(name: str) -> torch.device:
@@ -85,14 +89,24 @@ def choose_autocast_dtype(
         if len(tensor.shape) == 2:
             bytes_by_shape[tensor.shape] += tensor.nbytes
     outputs, inputs = bytes_by_shape.most_common(1)[0][0]
-    speedup = measure_bfloat16_speedup(device, outputs, inputs)
+    speedup = measure_speedup(device, torch.bfloat16, outputs, inputs)
     return torch.bfloat16 if speedup >= BFLOAT16_PAYS else None
 
 
+def choose_fit_device(device: torch.device) -> torch.device:
+    """The device that decomposes a layer's statistics in float64 for passes on ``device``: the same
+    one, or the CPU if ``device`` is a GPU that is slow in float64, as consumer cards are.
+    """
+    if device.type != "cuda":
+        return device
+    speed = measure_speedup(device, torch.float64, *_TIMED_FITS)
+    return device if speed >= FLOAT64_PAYS else torch.device("cpu")
+
+
 @cache
-def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) -> float:
+def measure_speedup(device: torch.device, dtype: torch.dtype, outputs: int, inputs: int) -> float:
     """How many times faster ``device`` multiplies matrices ``[n, inputs] [inputs, outputs]`` in
-    bfloat16 than in float32, measured.
+    ``dtype`` than in float32, measured.
     """
     from torch.utils.benchmark import Timer, timer
 
@@ -104,9 +118,9 @@ def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) ->
     # 2.1.
     clock = process_time if device.type == "cpu" else timer
     seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        left = torch.ones(rows, inner, dtype=dtype, device=device)
-        right = torch.ones(inner, min(outputs, most), dtype=dtype, device=device)
+    for timed in (torch.float32, dtype):
+        left = torch.ones(rows, inner, dtype=timed, device=device)
+        right = torch.ones(inner, min(outputs, most), dtype=timed, device=device)
         product = Timer(
             "left @ right",
             timer=clock,

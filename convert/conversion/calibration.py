@@ -33,7 +33,12 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import format_text_name
-from kvfold.convert.device import choose_autocast_dtype, choose_device
+from kvfold.convert.device import (
+    FLOAT64_PAYS,
+    choose_autocast_dtype,
+    choose_device,
+    choose_fit_device,
+)
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.formatting import parse_number
 from kvfold.convert.progress import ProgressStages
@@ -108,6 +113,13 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
         count, length = tokens.calibration.shape
         text = format_text_name(tokens.source)
         print(f"calibrating on {count} x {length} tokens of {text}", file=sys.stderr)
+        device = choose_device(request.device)
+        if choose_fit_device(device) != device:
+            print(
+                "fits run on the CPU: this GPU multiplies in float64 less than"
+                f" {FLOAT64_PAYS:g} times as fast as in float32",
+                file=sys.stderr,
+            )
     return Calibration(open_source_stream(plan, scratch), tokens)
 
 

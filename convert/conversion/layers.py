@@ -5,8 +5,10 @@ Pooling heads needs no transformers, which takes seconds to import: modules that
 the functions that use them.
 """
 
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.device import choose_fit_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import make_layer_rotary, read_attention_weights
 from kvfold.convert.families.model import Model
@@ -24,6 +27,7 @@ from kvfold.convert.methods.registry import (
     ConvertedLayer,
     FoldLayer,
     LatentLayer,
+    Method,
     find_objective,
 )
 from kvfold.convert.targets.mla.spec import compute_query_rank
@@ -158,11 +162,39 @@ def fit_layer(
             gain=plan.checkpoint.read_tensor(norms[0]) if norms else None,
             inputs=torch.empty(0, weights.model_dim) if inputs is None else inputs,
         )
-    if walk_layer is not None:
-        layer = replace(
-            layer, measure_error=walk_layer.measure_error, statistics=walk_layer.statistics
-        )
-    return plan.method.fit_weights(layer)
+    if walk_layer is None:
+        return plan.method.fit_weights(layer)
+    layer = replace(layer, measure_error=walk_layer.measure_error, statistics=walk_layer.statistics)
+    device = choose_fit_device(walk_layer.student.stream.device)
+    try:
+        return fit_on_device(plan.method, layer, device)
+    except RuntimeError as error:
+        if device.type == "cpu":
+            raise
+        # Too little memory, or a decomposition that the card's library does not solve.
+        if not request.quiet:
+            _print_once(f"the GPU failed to fit a layer, so the CPU does: {error}")
+        layer.pair_losses_cache.clear()
+        return fit_on_device(plan.method, layer, torch.device("cpu"))
+
+
+def fit_on_device(
+    method: Method, layer: FoldLayer | LatentLayer, device: torch.device
+) -> ConvertedLayer:
+    """Return the converted layer, whose weights are in the host's memory, fitted on ``device``."""
+    tensors = {
+        field.name: value.to(device)
+        for field in fields(layer)
+        if hasattr(value := getattr(layer, field.name), "to")
+    }
+    converted = method.fit_weights(replace(layer, **tensors))
+    return replace(converted, weights=converted.weights.to("cpu"))
+
+
+@cache
+def _print_once(message: str) -> None:
+    """Print ``message`` to stderr, unless it was printed before."""
+    print(message, file=sys.stderr)
 
 
 def count_visible_positions(model: Model, layer: int) -> int:

@@ -22,6 +22,7 @@ from kvfold.convert.conversion.layers import (
     read_source_layer,
 )
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
+from kvfold.convert.device import choose_fit_device
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.targets.mla.layout import fit_yarn_parameters
@@ -133,7 +134,9 @@ def survey_layers(
     for index in stages.iterate_over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
-        weights = linearize_norms(read_source_layer(plan, index), statistics)
+        device = choose_fit_device(source.device)
+        statistics = statistics.to(device)
+        weights = linearize_norms(read_source_layer(plan, index).to(device), statistics)
         rotary = make_layer_rotary(plan.model, index, "short")
         context = count_visible_positions(plan.model, index)
         surveys.append(rope_slots.survey_layer(weights, statistics, rotary, context))

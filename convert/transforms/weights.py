@@ -35,6 +35,10 @@ class TensorDataclass:
                 changed[field.name] = change(value)
         return replace(self, **changed)  # type: ignore[type-var]
 
+    def to(self, device: torch.device | str) -> Self:
+        """Return a copy with all tensors on ``device``."""
+        return self.map_tensors(lambda tensor: tensor.to(device))
+
     def __getitem__(self, heads: Sequence[int]) -> Self:
         """Return a copy with the given ``heads`` only, for a class whose tensors are all ``[heads,
         ...]``.
@@ -170,10 +174,6 @@ class LayerStatistics(TensorDataclass):
     normed: Tensor | None = None
     received_normed: Tensor | None = None
     divisors: Tensor | None = None
-
-    def to(self, device: torch.device | str) -> "LayerStatistics":
-        """Return the statistics with all tensors on ``device``."""
-        return self.map_tensors(lambda tensor: tensor.to(device))
 
     def weight_by_received_attention(self, share: float) -> "LayerStatistics":
         """Return statistics in which a token weighs ``1 - share + share * received``, where

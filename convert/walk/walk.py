@@ -283,7 +283,9 @@ class WalkLayer:
 
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
-        self.student.set_layer_tensors(self.student.output.encode_layer(self.index, weights))
+        # Files are encoded in the host's memory, wherever the candidate was fitted.
+        encoded = self.student.output.encode_layer(self.index, weights.to("cpu"))
+        self.student.set_layer_tensors(encoded)
         sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
         left = max(1, _JUDGED_TOKENS // self.teacher.held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:

@@ -186,14 +186,14 @@ def stored(tiny_family, tmp_path):
 @pytest.fixture
 def set_speed(monkeypatch):
     """``set_speed(4.0)``: products in bfloat16 are measured to be so many times as fast."""
-    return lambda speed: monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *_: speed)
+    return lambda speed: monkeypatch.setattr(device, "measure_speedup", lambda *_: speed)
 
 
 def test_the_faster_arithmetic_is_taken_only_for_weights_stored_in_it(
     tiny_family, stored, set_speed
 ):
     cpu = torch.device("cpu")
-    assert device.measure_bfloat16_speedup(cpu, 96, 64) > 0
+    assert device.measure_speedup(cpu, torch.bfloat16, 96, 64) > 0
     checkpoint = open_checkpoint(stored)
     assert choose_compute_dtype(checkpoint, cpu, "auto") == torch.float32
     assert choose_compute_dtype(checkpoint, torch.device("cuda"), "auto") == torch.bfloat16

@@ -191,7 +191,7 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
 def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(
     text, tmp_path, out, monkeypatch
 ):
-    monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape: 4.0)
+    monkeypatch.setattr(device, "measure_speedup", lambda *timed: 4.0)
     start = tmp_path / "mqa"
     run_conversion(demo_folder(), start, **TARGETS["mqa"])
     assert (

@@ -1,0 +1,62 @@
+"""Fits keep to the device of the layer's statistics, and the CPU fits what a card cannot."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import assert_same_tensors, run_conversion
+from helpers.processes import run_python
+
+from kvfold.convert import device
+from kvfold.convert.conversion import layers
+from kvfold.convert.data import demo_folder
+
+FEW = {"samples": 2, "seq_len": 32, "positions": False}
+ON_CARD = """
+import json, sys
+from helpers.card import fit_on_card
+from helpers.checkpoints import run_conversion
+fit_on_card()
+run_conversion(*sys.argv[1:3], **json.loads(sys.argv[3]))
+"""
+LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (None, {"to": "gqa", "kv_heads": 2}),
+        (None, LATENT),
+        (None, {**LATENT, "layout": "engine"}),
+        ("qwen3", {"to": "mqa"}),
+        ("qwen3", {**LATENT, "layout": "kvfold"}),
+        ("gemma3_text", {**LATENT, "layout": "kvfold"}),
+        ("deepseek_v3", {**LATENT, "layout": "free"}),
+    ],
+)
+def test_a_fit_computes_on_one_device_and_gives_the_same_weights(
+    family, options, tiny_family, tmp_path
+):
+    source = demo_folder() if family is None else tiny_family(family)
+    options = {**FEW, **options}
+    run_conversion(source, tmp_path / "cpu", **options)
+    run_python("-c", ON_CARD, source, tmp_path / "card", json.dumps(options))
+    assert_same_tensors(tmp_path / "cpu", tmp_path / "card")
+
+
+def test_the_cpu_fits_what_the_card_cannot_and_says_so_once(tmp_path, monkeypatch, capsys):
+    run_conversion(demo_folder(), tmp_path / "cpu", **FEW, **LATENT)
+    with monkeypatch.context() as patch:
+        # No decomposition runs on it.
+        patch.setattr(layers, "choose_fit_device", lambda device: torch.device("meta"))
+        run_conversion(demo_folder(), tmp_path / "card", quiet=False, **FEW, **LATENT)
+    assert_same_tensors(tmp_path / "cpu", tmp_path / "card")
+    assert capsys.readouterr().err.count("so the CPU does") == 1
+
+
+@pytest.mark.parametrize(("speed", "name"), [(1 / 64, "cpu"), (1 / 2, "cuda")])
+def test_a_card_that_is_slow_in_float64_leaves_fits_to_the_cpu(speed, name, monkeypatch):
+    monkeypatch.setattr(device, "measure_speedup", lambda *timed: speed)
+    assert device.choose_fit_device(torch.device("cuda")).type == name
+    assert device.choose_fit_device(torch.device("cpu")).type == "cpu"
