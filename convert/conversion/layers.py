@@ -174,7 +174,8 @@ def fit_layer(
         # Too little memory, or a decomposition that the card's library does not solve.
         if not request.quiet:
             _print_once(f"the GPU failed to fit a layer, so the CPU does: {error}")
-        layer.pair_losses_cache.clear()
+        if isinstance(layer, FoldLayer):
+            layer.pair_losses_cache.clear()
         return fit_on_device(plan.method, layer, torch.device("cpu"))
 
 

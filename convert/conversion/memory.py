@@ -205,8 +205,9 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     samples = f"--samples {request.samples} of {sizes.length} tokens"
     less_text = "lower --samples or --seq-len"
     host = states + fitting
-    if not sizes.on_gpu:  # then one after the other
-        running = max(running - fitting, 0)
+    # One after the other; with a card the fit is there, or on the host of a card that is slow in
+    # float64.
+    running = max(running, fitting) if sizes.on_gpu else max(running - fitting, 0)
     yield Need(
         host,
         layer + running + statistics,

@@ -8,7 +8,8 @@ from kvfold.convert.data import demo_folder
 pytestmark = pytest.mark.gpu
 
 
-def test_trained_conversions(tmp_path):
+@pytest.mark.parametrize("options", [{"method": "svd", "refine": 2, "polish": 2}, {}])
+def test_trained_and_fitted_conversions(options, tmp_path):
     results = {}
     for device in ("cpu", "cuda"):
         request = ConvertRequest(
@@ -17,13 +18,11 @@ def test_trained_conversions(tmp_path):
             to="mla",
             kv_rank=24,
             rope_dim=8,
-            method="svd",
             samples=4,
             seq_len=64,
-            refine=2,
-            polish=2,
             device=device,
             quiet=True,
+            **options,
         )
         results[device] = convert_checkpoint(request)
     assert results["cuda"].record["precision"]["held_out"] == "float32"
