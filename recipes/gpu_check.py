@@ -8,7 +8,7 @@
 The stages run in the order of their value, each in a process of its own and for at most its own
 seconds, and write `results/gpu/STAGE.json` after every row, so that a run that is cut anywhere
 leaves the most useful figures. A size that was not reached is not written. A row that fails holds
-its error. docs/gpu.md says how a model and packages reach a machine without a network.
+its error.
 """
 
 import argparse

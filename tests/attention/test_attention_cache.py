@@ -55,5 +55,3 @@ def test_code_of_the_readme_runs():
     exec(compile(code, "README.md", "exec"), names)
     assert names["z"].shape == (2, 32, 10, 128)
     assert names["step"].shape == (2, 32, 1, 128)
-    assert names["kv"].length == 11
-    assert names["y"].isfinite().all()
