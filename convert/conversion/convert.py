@@ -61,7 +61,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             plan = make_plan(request, checkpoint)
         request = plan.request
         if processes.is_rank0():
-            checkpoint.print_notes()
+            plan.checkpoint.print_notes()
         if not request.quiet:
             print(describe_start(plan), file=sys.stderr)
         check_memory(plan)

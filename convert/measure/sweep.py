@@ -265,7 +265,6 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     plans = {}
     rows = {}
     with closing(open_checkpoint(request.model)) as checkpoint:
-        checkpoint.print_notes()
         model = make_model(checkpoint.config, checkpoint.tensors)
         if request.context is not None:
             model = model.shorten_context(request.context)
@@ -279,6 +278,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             except InputError as error:
                 raise error.with_prefix(f"--targets {target}") from error
         plan = next(iter(plans.values()))
+        plan.checkpoint.print_notes()
         check_memory(plan)
         with stages("reading the text and the model"):
             calibration = load_source_and_text(plan, None, stages)
