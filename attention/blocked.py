@@ -30,8 +30,7 @@ from torch.autograd.function import once_differentiable
 from kvfold.attention.mask import Visibility
 
 # Scores computed at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is
-# up to a quarter faster for four times the memory (recipes/benchmarks/bench_attention.py
-# --budgets). On a GPU 2^26 take 256 MB.
+# up to a quarter faster for four times the memory. On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
 # Weights that a call saves for its backward pass: 64 MB in bfloat16. Recomputing them made training

@@ -91,22 +91,11 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 
 def show(row: dict[str, Any]) -> None:
     """A line of a Markdown table for each measurement of the row."""
-    for each in row.get("positions", []):  # of an earlier version
-        change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
-        _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
-    for each in [*row.get("tasks", []), *row.get("rows", [])]:
+    for each in row.get("rows", []):  # rows of an earlier version have none
+        figures = f"{each['source']:.2f} | {each['student']:.2f}"
         change = f"{each['difference']:+.3f} ± {each['margin']:.3f}"
-        _line(
-            row["target"],
-            each["metric"].replace("_", " "),
-            f"{each['source']:.2f}",
-            f"{each['student']:.2f}",
-            change,
-        )
-
-
-def _line(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+        metric = each["metric"].replace("_", " ")
+        print(f"| {row['target']} | {metric} | {figures} | {change} |", flush=True)
 
 
 def main() -> None:

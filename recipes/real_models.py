@@ -165,8 +165,7 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
         else [(args.calibration, "1")]
     )
     named = [f"{text}:{share}" for text, share in blend if text is not None]
-    # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py
-    # measures.
+    # Without the dialogues that a chat model writes by default.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     given = [] if stage.startswith("uptrained") else own.split()

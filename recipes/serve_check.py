@@ -168,15 +168,11 @@ def about(checkpoint: Path) -> dict[str, Any]:
     told = json.loads(record.read_text())
     layout = told["request"].get("layout") if told["request"]["to"] == "mla" else None
     promised = told["cache_elements"]["to"]
-    origin = {
-        "source": told["source"]["name"],
-        "kept": told["request"].get("keep_quantized", False),
-    }
     return {
         "attention": told["attention"]["to"],
         "layout": layout,
         "cache_promised": promised,
-        **origin,
+        "source": told["source"]["name"],
     }
 
 

@@ -6,16 +6,13 @@ roofline.
 Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context
 for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by
 ``attend_to_latents`` over the same cache), with the bytes it must read and the operations it must
-do next to the time; and the peak memory of one call by length. With ``--budgets`` instead: the
-times of blocked attention and of ``attend_to_latents`` by the number of scores held at once. Rounds
-go through all candidates in turn, so that a busy moment meets all of them; the fastest counts.
+do next to the time; and the peak memory of one call by length. Rounds go through all candidates in
+turn, so that a busy moment meets all of them; the fastest counts.
 """
 
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 from measured import conditions
+from shapes import run_in_child
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from kvfold.attention import blocked, grouped_attention, latent_attention
+from kvfold.attention import grouped_attention, latent_attention
 from kvfold.attention.latent import absorb_query, attend_to_latents, expand_value
+from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.bench import read_peak_memory
 
 BATCH = 8
@@ -39,7 +38,7 @@ ROPE = 64
 NOPE = 128
 VALUE = 128
 Name = TypeVar("Name")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,12 @@ def fastest(calls: dict[Name, Callable[[], Any]], threads: int, rounds: int) -> 
     return {name: min(found) for name, found in times.items()}
 
 
-def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    return torch.randn(shape, dtype=dtype, device=device)
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, dtype=dtype)
 
 
-def prefill(length: int, threads: int, rounds: int, device: str) -> dict[str, Any]:
-    query, key, value = (
-        random(1, HEADS, length, DIM, dtype=torch.float32, device=device) for _ in range(3)
-    )
+def prefill(length: int, threads: int, rounds: int) -> dict[str, Any]:
+    query, key, value = (random(1, HEADS, length, DIM, dtype=torch.float32) for _ in range(3))
     calls = {
         "naive": lambda: naive_attention(query, key, value),
         "kvfold": lambda: grouped_attention(query, key, value),
@@ -95,27 +92,24 @@ def prefill(length: int, threads: int, rounds: int, device: str) -> dict[str, An
     return {"T": length, **shown, "ratio": round(seconds["naive"] / seconds["kvfold"], 2)}
 
 
-def grouped_step(name: str, kv_heads: int, dtype: torch.dtype, device: str) -> Step:
-    query = random(BATCH, HEADS, 1, DIM, dtype=dtype, device=device)
-    key, value = (
-        random(BATCH, kv_heads, CONTEXT, DIM, dtype=dtype, device=device) for _ in range(2)
-    )
+def grouped_step(name: str, kv_heads: int, dtype: torch.dtype) -> Step:
+    query = random(BATCH, HEADS, 1, DIM, dtype=dtype)
+    key, value = (random(BATCH, kv_heads, CONTEXT, DIM, dtype=dtype) for _ in range(2))
     read = key.nbytes + value.nbytes
     return Step(
         name, read, 4 * BATCH * HEADS * CONTEXT * DIM, lambda: grouped_attention(query, key, value)
     )
 
 
-def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
+def latent_step(form: str, dtype: torch.dtype) -> Step:
     """MLA 512 + 64: ``form`` is explicit, absorbed (as ``latent_attention`` computes it) or
     attend_to_latents.
     """
-    nope = random(BATCH, HEADS, 1, NOPE, dtype=dtype, device=device)
-    rope = random(BATCH, HEADS, 1, ROPE, dtype=dtype, device=device)
-    latent = random(BATCH, CONTEXT, RANK + ROPE, dtype=dtype, device=device)
+    nope = random(BATCH, HEADS, 1, NOPE, dtype=dtype)
+    rope = random(BATCH, HEADS, 1, ROPE, dtype=dtype)
+    latent = random(BATCH, CONTEXT, RANK + ROPE, dtype=dtype)
     up_key, up_value = (
-        random(HEADS, width, RANK, dtype=dtype, device=device) / RANK**0.5
-        for width in (NOPE, VALUE)
+        random(HEADS, width, RANK, dtype=dtype) / RANK**0.5 for width in (NOPE, VALUE)
     )
     read = latent.nbytes + up_key.nbytes + up_value.nbytes
     slots = BATCH * HEADS * CONTEXT
@@ -139,26 +133,26 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
     )
 
 
-def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
+def roofline(dtype: torch.dtype, threads: int) -> dict[str, float]:
     """The roofline of the machine: bytes/s of a plain read (a sum), operations/s of a large matrix
     product.
     """
-    memory = torch.ones(2**28, dtype=torch.float32, device=device)
-    matrix = random(2048, 2048, dtype=dtype, device=device)
+    memory = torch.ones(2**28, dtype=torch.float32)
+    matrix = random(2048, 2048, dtype=dtype)
     seconds = fastest({"read": memory.sum, "multiply": lambda: matrix @ matrix}, threads, 6)
     return {"read": memory.nbytes / seconds["read"], "multiply": 2 * 2048**3 / seconds["multiply"]}
 
 
-def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[str, Any]]:
+def decode(threads: int, rounds: int, explicit: bool) -> list[dict[str, Any]]:
     """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds,
     alone.
     """
     names = ("float32", "bfloat16")
-    roofs = {name: roofline(DTYPES[name], threads, device) for name in names}
-    steps = {(step.name, name): step for name in names for step in variants(DTYPES[name], device)}
+    roofs = {name: roofline(DTYPES[name], threads) for name in names}
+    steps = {(step.name, name): step for name in names for step in variants(DTYPES[name])}
     seconds = fastest({key: step.call for key, step in steps.items()}, threads, rounds)
     if explicit:
-        step = latent_step("explicit", torch.float32, device)
+        step = latent_step("explicit", torch.float32)
         steps[step.name, "float32"] = step
         seconds |= fastest({(step.name, "float32"): step.call}, threads, 1)
     return [
@@ -167,11 +161,9 @@ def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[
     ]
 
 
-def variants(dtype: torch.dtype, device: str) -> list[Step]:
-    grouped = [
-        grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))
-    ]
-    return [*grouped, *(latent_step(form, dtype, device) for form in ("absorbed", "latent_decode"))]
+def variants(dtype: torch.dtype) -> list[Step]:
+    grouped = [grouped_step(*each, dtype) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))]
+    return [*grouped, *(latent_step(form, dtype) for form in ("absorbed", "latent_decode"))]
 
 
 def decode_row(
@@ -191,36 +183,6 @@ def decode_row(
         "of_plain_read": round(floor["read"] / time, 3),
         "of_roofline": round(max(floor.values()) / time, 3),
     }
-
-
-@torch.no_grad()
-def propose_mla_sizes_by_saving(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
-    """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks,
-    ``attend_to_latents``.
-    """
-    query, key, value = (
-        random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3)
-    )
-    calls = {
-        "window 1024": lambda: grouped_attention(query, key, value, window=1024),
-        "GQA-8 bfloat16 step": grouped_step("", 8, torch.bfloat16, device).call,
-        "latent_decode": latent_step("latent_decode", torch.float32, device).call,
-    }
-    sizes = [1 << power for power in range(16, 25, 2)]
-
-    def within(size: int, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            blocked._CPU_SCORES = blocked._GPU_SCORES = size
-            return call()
-
-        return run
-
-    keys = [(name, size) for name in calls for size in sizes]
-    seconds = fastest({key: within(key[1], calls[key[0]]) for key in keys}, threads, rounds)
-    return [
-        {"scores": size, **{name: round(1e3 * seconds[name, size], 1) for name in calls}}
-        for size in sizes
-    ]
 
 
 PEAK_CASES: dict[str, dict[str, Any]] = {
@@ -258,9 +220,8 @@ def peaks(lengths: list[int]) -> list[dict[str, Any]]:
     for case in PEAK_CASES:
         row: dict[str, Any] = {"case": case}
         for length in lengths:
-            command = [sys.executable, __file__, "--peak", case, str(length)]
-            found = subprocess.run(command, check=True, capture_output=True, text=True)
-            row[f"T={length}_mb"] = round(int(found.stdout) / 1e6, 1)
+            peak, _ = run_in_child(__file__, ["--peak", case, str(length)])
+            row[f"T={length}_mb"] = round(peak / 1e6, 1)
         rows.append(row)
     return rows
 
@@ -289,12 +250,8 @@ def ratios(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = list(rows[0])
-    lines = [[str(row.get(name, "")) for name in head] for row in rows]
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in [head, *lines]
+        format_table([list(rows[0]), *(tuple(map(str, row.values())) for row in rows)])
     )
 
 
@@ -302,14 +259,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--skip-explicit",
         action="store_true",
         help="leave out explicit MLA, which takes seconds a step",
-    )
-    parser.add_argument(
-        "--budgets", action="store_true", help="only the times by the number of scores held at once"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument(
@@ -321,19 +274,16 @@ def main() -> None:
         print(peak_of(chosen.peak[0], int(chosen.peak[1])))
         return
     torch.manual_seed(0)
-    common = (chosen.threads, chosen.rounds, chosen.device)
-    if chosen.budgets:
-        print(table(propose_mla_sizes_by_saving(*common)))
-        return
-    report: dict[str, Any] = {**conditions(torch.device(chosen.device)), "threads": chosen.threads}
+    common = (chosen.threads, chosen.rounds)
+    report: dict[str, Any] = {**conditions(), "threads": chosen.threads}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]
     report["decode"] = decode(*common, not chosen.skip_explicit)
-    report["peak_memory"] = peaks([4096, 8192, 16384]) if chosen.device == "cpu" else []
+    report["peak_memory"] = peaks([4096, 8192, 16384])
     report["ratios"] = {
         name: {"measured": got, "at_least": least} for name, (got, least) in ratios(report).items()
     }
     for name in ("prefill", "decode", "peak_memory"):
-        print(f"\n{name}\n{table(report[name])}" if report[name] else "")
+        print(f"\n{name}\n{table(report[name])}")
     print("\nratios")
     for name, (got, least) in ratios(report).items():
         print(f"  {name}: {got} (at least {least}) {'' if got >= least else '<-- below'}")

@@ -6,11 +6,7 @@ Three stages: texts (see ``demo_texts.py``), a byte-level BPE tokenizer, and a s
 inside kvfold instead of those of the running Python. Runs that differ in nothing but ``--output``
 write equal bytes, unless ``--minutes`` cuts the schedule short. It did for the shipped model:
 ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
-``--texts-only`` stops after the first stage. ``--qk-norm`` trains a ``Qwen3ForCausalLM`` instead,
-the same but for its norms on queries and keys, and ``--gpt-neox`` a ``GPTNeoXForCausalLM``: partial
-rotary embedding, parallel residual, LayerNorm, biases. ``--peak-rate`` sets the learning rate.
-``--start MODEL`` goes on from the weights of a model of these sizes; norms that it lacks start with
-gains that keep the mean lengths of its queries and keys.
+``--texts-only`` stops after the first stage.
 
 DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with
 ``training.json``: how it was trained and what it reaches on the held-out text. About 40 minutes on
@@ -26,7 +22,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +33,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
-    GPTNeoXConfig,
     LlamaConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents
@@ -71,20 +63,11 @@ class Recipe:
     beta2: float = 0.95
     clip: float = 1.0
     seed: int = 0
-    qk_norm: bool = False
-    gpt_neox: bool = False
 
 
 def main() -> None:
     options = parse_options()
-    recipe = Recipe(
-        steps=options.steps,
-        warmup=options.warmup,
-        peak_rate=options.peak_rate,
-        seed=options.seed,
-        qk_norm=options.qk_norm,
-        gpt_neox=options.gpt_neox,
-    )
+    recipe = Recipe(steps=options.steps, seed=options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     texts = {s: read_documents(s) for s in SPLITS} if options.texts == "shipped" else build_texts()
     write_texts(texts, options.output)
@@ -98,10 +81,6 @@ def main() -> None:
 
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_config(model_config(recipe))
-    if options.start is not None:
-        take_weights(
-            model, options.start, windows(tokens["train"], recipe.sequence)[: recipe.batch]
-        )
     done = train(model, tokens, recipe, options.minutes, demo)
     save(model, demo)
     report = {
@@ -139,18 +118,6 @@ def parse_options() -> argparse.Namespace:
         "--minutes", type=float, default=math.inf, help="end the schedule earlier, by the clock"
     )
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument(
-        "--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=Recipe.warmup, help="steps until the highest learning rate"
-    )
-    parser.add_argument("--start", type=Path, help="a checkpoint of these sizes to go on from")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does"
-    )
-    kind.add_argument("--gpt-neox", action="store_true", help="a GPT-NeoX in place of a Llama")
     return parser.parse_args()
 
 
@@ -206,57 +173,22 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> Tensor:
 # training
 
 
-def model_config(recipe: Recipe) -> PreTrainedConfig:
-    shared = {
-        "vocab_size": recipe.vocabulary,
-        "hidden_size": recipe.heads * recipe.head_dim,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "max_position_embeddings": recipe.sequence,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    if (
-        recipe.gpt_neox
-    ):  # two matrices of half as many inner dims again hold what three gated ones do
-        return GPTNeoXConfig(
-            **shared, intermediate_size=recipe.intermediate * 3 // 2, rotary_pct=0.25
-        )
-    kind = Qwen3Config if recipe.qk_norm else LlamaConfig
-    return kind(
-        **shared,
+def model_config(recipe: Recipe) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=recipe.vocabulary,
+        hidden_size=recipe.heads * recipe.head_dim,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        max_position_embeddings=recipe.sequence,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
         intermediate_size=recipe.intermediate,
         num_key_value_heads=recipe.heads,
         head_dim=recipe.head_dim,
         rms_norm_eps=1e-5,
     )
-
-
-@torch.no_grad()
-def take_weights(model: PreTrainedModel, start: Path, batch: Tensor) -> None:
-    """Load ``model`` with the checkpoint ``start``.
-
-    Its norms on queries and keys, where ``start`` has none, get the rms over ``batch`` of what they
-    divide as gains.
-    """
-    source = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    missing = set(model.load_state_dict(source.state_dict(), strict=False).missing_keys)
-    for layer, (given, made) in enumerate(
-        zip(source.model.layers, model.model.layers, strict=True)
-    ):
-        for side in ("q", "k"):
-            if f"model.layers.{layer}.self_attn.{side}_norm.weight" in missing:
-                gain = getattr(made.self_attn, f"{side}_norm").weight
-                getattr(given.self_attn, f"{side}_proj").register_forward_hook(
-                    partial(note_rms, gain)
-                )
-    source(batch)
-
-
-def note_rms(gain: Tensor, module: torch.nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> None:
-    gain.fill_(rows.square().mean().sqrt())
 
 
 def train(

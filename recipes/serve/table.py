@@ -12,8 +12,7 @@ def name_of(row: dict[str, Any]) -> str:
     layout = f", layout {row['layout']}" if row["layout"] else ""
     experts = f" of a tiny {row['source']}" if row["model_type"] == "mistral4" else ""
     windows = f" of {row.get('source', row['checkpoint'])}" if row.get("prompts_of") else ""
-    kept = ", MLPs kept in FP8" if row.get("kept") else ""
-    return f"{row['attention']}{layout}{experts}{windows}{kept}"
+    return f"{row['attention']}{layout}{experts}{windows}"
 
 
 def cell(row: dict[str, Any]) -> str:
