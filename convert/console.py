@@ -56,7 +56,7 @@ def add_request_options(
 
     def decorate_function(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
-        def command(**values: Any) -> None:
+        def call_with_request(**values: Any) -> None:
             own = {name: values.pop(name) for name in options}
             built = request(**own) if build is None else build(own, values)
             if getattr(built, "device", None) == "cuda":  # before a model is downloaded
@@ -65,7 +65,7 @@ def add_request_options(
                 choose_device("cuda")
             function(built, **values)
 
-        decorated: Any = command
+        decorated: Any = call_with_request
         for spec in reversed(options.values()):
             decorated = _make_click_parameter(spec)(decorated)
         return decorated

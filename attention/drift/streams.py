@@ -122,7 +122,7 @@ class LoadedStream:
             if self.dtype == torch.float64 and config is not None:
                 # grouped matmuls have no float64
                 config._experts_implementation_internal = "eager"
-        self._frame = ModelWithStandIns(copied)
+        self._frame = LayerlessModel(copied)
         self.layers = len(self._frame.layers)
         self._ends = self._convert(copied)
         # the arguments of every layer, by the shape of the tokens that were embedded last
@@ -196,9 +196,9 @@ class LoadedStream:
 LayerFunction = Callable[[int, Tensor, LayerArguments], Tensor]
 
 
-class ModelWithStandIns:
-    """A stock ``model`` whose decoder ``layers`` are replaced in place by stand-ins, which pass
-    what they receive to ``layer_function``.
+class LayerlessModel:
+    """A stock ``model`` without its decoder ``layers``: stand-ins in their place pass what they
+    receive to ``layer_function``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -277,7 +277,7 @@ class _LayerStandIn(nn.Module):
     model's ``layer_function`` instead of the layer.
     """
 
-    def __init__(self, index: int, layer: nn.Module, frame: ModelWithStandIns) -> None:
+    def __init__(self, index: int, layer: nn.Module, frame: LayerlessModel) -> None:
         super().__init__()
         self.index = index
         # in a tuple, so that neither becomes a submodule
@@ -325,7 +325,7 @@ def measure_cache_bytes_per_token(
 ) -> int:
     """Return by how many bytes per token the generation cache grows, summed over all layers.
 
-    ``run_to_first_layer(tokens)`` returns the result of ``ModelWithStandIns.run_to_first_layer(...,
+    ``run_to_first_layer(tokens)`` returns the result of ``LayerlessModel.run_to_first_layer(...,
     use_cache=True)`` for one sequence; its arguments include the cache object that the stock model
     creates for generation. The model may be on the meta device.
     """

@@ -7,7 +7,7 @@ The limits are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.j
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfold.convert.conversion.plan import Plan, list_kv_heads
+from kvfold.convert.conversion.plan import Plan, list_possible_kv_heads
 from kvfold.convert.methods.registry import DEFAULT
 from kvfold.convert.options import format_argv
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
@@ -117,7 +117,9 @@ def request_larger_cache(plan: Plan) -> ConvertRequest | None:
     """
     request = plan.request
     if plan.latent is None:
-        larger = [count for count in list_kv_heads(plan.geometry) if count > plan.result.kv_heads]
+        larger = [
+            count for count in list_possible_kv_heads(plan.geometry) if count > plan.result.kv_heads
+        ]
         return replace(request, to="gqa", kv_heads=larger[-1]) if larger else None
     cached = plan.result.count_cache_elements()
     layout = plan.latent.layout

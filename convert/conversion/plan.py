@@ -30,7 +30,11 @@ from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.families.stored_tensors import list_unused_tensors, match_stored_tensors
 from kvfold.convert.methods.registry import Method
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.custom_code import get_source_type, needs_custom_code, plan_custom_fold
+from kvfold.convert.targets.custom_code import (
+    get_source_type,
+    needs_custom_code,
+    plan_custom_gqa_checkpoint,
+)
 from kvfold.convert.targets.engines import (
     EngineSupport,
     ServedModel,
@@ -51,7 +55,7 @@ from kvfold.convert.targets.properties import list_lost_properties
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
-    plan_stock_fold,
+    plan_gqa_checkpoint,
 )
 from kvfold.convert.text.corpus import check_seq_len
 
@@ -258,9 +262,9 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     pools = method.pools and not request.calibrated and not custom_code
     roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
     if custom_code:
-        output = plan_custom_fold(model, checkpoint, kv_heads, dtype)
+        output = plan_custom_gqa_checkpoint(model, checkpoint, kv_heads, dtype)
     else:
-        output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
+        output = plan_gqa_checkpoint(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
     result = describe_folded_model(model, kv_heads)
     return _build_plan(request, checkpoint, model, output, reads, result, None)
@@ -378,7 +382,7 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     raise InputError(f"this model cannot become MLA: {problem}", further_problems)
 
 
-def list_kv_heads(geometry: ModelSizes) -> list[int]:
+def list_possible_kv_heads(geometry: ModelSizes) -> list[int]:
     """List the numbers of key/value heads to which a model can be converted: proper divisors of its
     present number, largest first.
     """
@@ -390,7 +394,7 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
     key/value heads.
     """
     present = geometry.kv_heads
-    allowed = list_kv_heads(geometry)
+    allowed = list_possible_kv_heads(geometry)
     multiples = range(present, geometry.heads + 1, present)
     growth = [count for count in multiples if geometry.heads % count == 0]
     if present == 1 and not allow_growth:

@@ -206,7 +206,7 @@ def choose_cache_split(
     trials = []
     for split in stages.iterate_over("splits", plans, len(plans), "split"):
         split = split.with_rotary_slots(choose_slots_of_all_layers(split, survey.layers))
-        trials.append(SplitTrial(split, measure_kl_of_split(split, calibration, survey)))
+        trials.append(SplitTrial(split, convert_and_measure_kl(split, calibration, survey)))
     if request.refine:
         # Refined are the best few, and the splits that more engines serve than the best.
         ranked = sorted(trials, key=SplitTrial.sort_key)
@@ -214,7 +214,7 @@ def choose_cache_split(
         more = [trial for trial in ranked[FINALISTS:] if trial.count_engines() > served]
         finalists = [*ranked[:FINALISTS], *more]
         for trial in stages.iterate_over("finals", finalists, len(finalists), "split"):
-            trial.refined_kl = measure_kl_of_split(trial.plan, calibration, survey, _TRIAL_STEPS)
+            trial.refined_kl = convert_and_measure_kl(trial.plan, calibration, survey, _TRIAL_STEPS)
     return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
 
 
@@ -229,7 +229,7 @@ def choose_best_trial(trials: Sequence[SplitTrial]) -> SplitTrial:
     return min(near, key=lambda trial: (-trial.count_engines(), trial.sort_key()))
 
 
-def measure_kl_of_split(
+def convert_and_measure_kl(
     plan: Plan, calibration: Calibration, survey: SourceSurvey, refine: int = 0
 ) -> float:
     """Convert a few layers by ``plan``, train them for ``refine`` steps, and return the KL

@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
 from kvfold.convert.conversion.plan import (
     checkpoint_from_config,
-    list_kv_heads,
+    list_possible_kv_heads,
     match_model,
     read_config_dtype,
 )
@@ -346,7 +346,7 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     sizes that kernels support or that cache a small part.
     """
     targets: dict[str, ServedModel] = {}
-    for kv_heads in list_kv_heads(model.geometry):
+    for kv_heads in list_possible_kv_heads(model.geometry):
         options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
         targets[options] = describe_folded_model(model, kv_heads)
     splits: dict[int, MlaSpec] = {}

@@ -138,7 +138,7 @@ def plot_loss_by_cache(sweep: "Sweep") -> Plot:
                     color=color,
                     fontsize=8,
                 )
-        axes.axhline(sweep.limit.excess, color="C3", linestyle="--", label=sweep.limit_name)
+        axes.axhline(sweep.loss_limit.excess, color="C3", linestyle="--", label=sweep.limit_name)
         axes.axhline(0, color=_GRAY, linewidth=0.8)
         axes.set_xscale("log", base=2)
         ticks = sorted({sweep.cache_elements, *(row.cache_elements for row in sweep.rows)})

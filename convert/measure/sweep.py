@@ -135,7 +135,7 @@ class Sweep:
     seconds: float
 
     @property
-    def limit(self) -> LossFigures:
+    def loss_limit(self) -> LossFigures:
         """The largest figures that a target may have."""
         if self.within is None:
             return LIMITS[NEAR]
@@ -150,7 +150,7 @@ class Sweep:
     @property
     def smallest(self) -> SweepRow | None:
         """The target with the smallest cache whose measured loss is within the limit, or None."""
-        return _find_smallest(row for row in self.rows if is_within(row.measured, self.limit))
+        return _find_smallest(row for row in self.rows if is_within(row.measured, self.loss_limit))
 
     @property
     def smallest_after_training(self) -> SweepRow | None:
@@ -158,7 +158,7 @@ class Sweep:
         ``--effort normal``, or None.
         """
         return _find_smallest(
-            row for row in self.rows if row.expected and is_within(row.expected, self.limit)
+            row for row in self.rows if row.expected and is_within(row.expected, self.loss_limit)
         )
 
     @property
@@ -186,7 +186,7 @@ class Sweep:
         if self.smallest is not None:
             row = self.smallest
             highest = row.measured.excess + (row.measured.excess_margin or 0.0)
-            doubt = ", uncertain" if highest > self.limit.excess else ""
+            doubt = ", uncertain" if highest > self.loss_limit.excess else ""
             return f"{limit}: {row.kind}{doubt}"
         if self.smallest_after_training is not None:
             return f"{limit}, expected with --effort normal: {self.smallest_after_training.kind}"

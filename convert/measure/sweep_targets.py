@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.convert.conversion.plan import list_kv_heads
+from kvfold.convert.conversion.plan import list_possible_kv_heads
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, Layout
@@ -74,7 +74,7 @@ def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetO
     MLA is in ``layout``, by default that of a conversion; what it cannot express is left out.
     Raises InputError if the model has no smaller target.
     """
-    heads = [count for count in list_kv_heads(model.geometry) if count > 1]
+    heads = [count for count in list_possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     if model.geometry.kv_heads > 1:
         targets.append({"to": "mqa"})

@@ -25,7 +25,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from kvfold.attention.drift.recording import LayerArguments, OpenLayer, find_attention_name
-from kvfold.attention.drift.streams import ModelWithStandIns, measure_cache_bytes_per_token
+from kvfold.attention.drift.streams import LayerlessModel, measure_cache_bytes_per_token
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.parameters import WeightMap, WeightSource
@@ -75,7 +75,7 @@ class CheckpointStream:
         model = build_empty_model(config, dtype, self.device)
         self.weights = WeightMap(model, names)
         try:
-            self._frame = ModelWithStandIns(model)
+            self._frame = LayerlessModel(model)
         except ValueError as error:
             raise InputError(
                 f"config.json: the decoder layers of the model cannot be found: {error}"

@@ -51,7 +51,7 @@ def get_source_type(config: Mapping[str, Any]) -> str | None:
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
 
-def plan_custom_fold(
+def plan_custom_gqa_checkpoint(
     source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
 ) -> OutputCheckpoint:
     """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in layout

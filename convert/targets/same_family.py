@@ -31,7 +31,7 @@ class FoldCheckpoint(OutputCheckpoint):
         return make_stored_tensors(self.model, layer, weights, self.roles)
 
 
-def plan_stock_fold(
+def plan_gqa_checkpoint(
     source: Model,
     checkpoint: Checkpoint,
     kv_heads: int,

@@ -168,7 +168,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             args=arguments,
             train_dataset=[{"input_ids": row} for row in tokens],
             eval_dataset=[{"input_ids": row} for row in held_out],
-            callbacks=[RunCallback(request.quiet)],
+            callbacks=[PrintAndCheckLossCallback(request.quiet)],
         )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version != 2:
@@ -338,7 +338,7 @@ def get_held_out_error(row: dict[str, float]) -> float:
     return row.get("eval_kl", row["eval_loss"])
 
 
-class RunCallback(TrainerCallback):  # type: ignore[misc]
+class PrintAndCheckLossCallback(TrainerCallback):  # type: ignore[misc]
     """Prints each row of Trainer's log to stderr, and ends a run whose loss is not finite."""
 
     def __init__(self, quiet: bool) -> None:

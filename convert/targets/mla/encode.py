@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from kvfold.convert.targets.mla.spec import ATTENTION, MlaSpec
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import mix_channels
+from kvfold.convert.transforms.latent.variants import rotate_latent_channels
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
 # (measured by a script in git history, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on 6e-5, which
@@ -63,7 +63,7 @@ def encode_stock_mla(
         or latent.down_bias is latent.rope_key_bias is latent.o_bias is None
     )
     assert latent.query is not None or latent.q_nope_bias is latent.q_rope_bias is None
-    latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
+    latent = pad_heads(rotate_latent_channels(latent) if spec.rotated else latent, spec)
     # DeepSeek's attention multiplies the scores of YaRN by the square of this.
     growth = 0.1 * math.log(yarn_factor) + 1
     latent = replace(latent, scale=latent.scale / growth**2)
@@ -83,7 +83,7 @@ def encode_custom_mla(
     """Return the attention tensors of a layer in layout ``kvfold``, by name, reshaped to
     ``shapes``. Biases that the class has but the layer lacks are zero.
     """
-    latent = mix_channels(latent) if spec.rotated else latent
+    latent = rotate_latent_channels(latent) if spec.rotated else latent
     down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
     rope_bias = _zeros_if_none(latent.rope_key_bias, latent.rope_key[:, 0])
     tensors: dict[str, Tensor | None] = {
@@ -145,7 +145,7 @@ def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
         "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
         "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
         "q_a_layernorm.weight": down.new_full((rank,), compute_latent_norm_weight(rank)),
-        "q_b_proj.weight": readout * _compute_norm_remainder(rank),
+        "q_b_proj.weight": readout * _compute_norm_compensation(rank),
     }
 
 
@@ -174,11 +174,11 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
         "kv_a_proj_with_mqa.weight": torch.cat([pad(latent.down, (0, 0, 0, 1)), rope_key]),
         "kv_a_proj_with_mqa.bias": torch.cat([pad(down_bias, (0, 1), value=CONSTANT), rope_bias]),
         "kv_a_layernorm.weight": weight,
-        "kv_b_proj.weight": pad(read, (0, 1)) * _compute_norm_remainder(rank),
+        "kv_b_proj.weight": pad(read, (0, 1)) * _compute_norm_compensation(rank),
     }
 
 
-def _compute_norm_remainder(rank: int) -> float:
+def _compute_norm_compensation(rank: int) -> float:
     """Return ``CONSTANT / sqrt(R)``, by which the RMSNorm of a latent divides, relative to the
     nearest power of two (`compute_latent_norm_weight`). The weights that read the latent are
     multiplied by this ratio, so that the norm has no effect.

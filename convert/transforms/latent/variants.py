@@ -11,7 +11,7 @@ varies least.
 In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a
 single quantization step for all of them, or one saturating exponent, suits only a few. An
 orthogonal map that mixes every channel into every other results in about the same energy for all
-(`mix_channels`).
+(`rotate_latent_channels`).
 
 A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
@@ -56,7 +56,7 @@ def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     return _change_coordinates(latent, *fit_norm_coordinates(latent.down, inputs))
 
 
-def mix_channels(latent: LatentWeights) -> LatentWeights:
+def rotate_latent_channels(latent: LatentWeights) -> LatentWeights:
     """Return an equivalent latent whose channels are all mixed by an orthogonal matrix, so that
     each has about the same energy when it is quantized.
     """

@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
     options = {"steps": 8, "save_every": 3, "log_every": 2, "eval_every": 4}
     whole = train(converted("free"), tmp_path / "whole", text, **options)
-    on_step_end = uptrain_trainer.RunCallback.on_step_end
+    on_step_end = uptrain_trainer.PrintAndCheckLossCallback.on_step_end
     work = tmp_path / "out.training"
 
     def run():
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(uptrain_trainer.RunCallback, "on_step_end", kill_in_step_7)
+        patch.setattr(uptrain_trainer.PrintAndCheckLossCallback, "on_step_end", kill_in_step_7)
         with pytest.raises(KeyboardInterrupt):
             run()
     assert not out.exists()
