@@ -25,6 +25,7 @@ AttentionKind = Literal["gqa", "mqa", "mla"]
 Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CacheRounding = Literal["fp8", "int8", "int4", "int3", "int2"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
 Steps = int | Literal["auto"]
 
@@ -62,6 +63,10 @@ _numbers = partial(
 )
 _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
+_CACHE = (
+    "Round the KV cache of OUT as an engine would (simulated): e4m3 with scale 1, or integers in"
+    " groups of 32. MODEL keeps its cache; MODEL MODEL measures the rounding alone."
+)
 
 
 @dataclass(frozen=True)
@@ -170,11 +175,6 @@ class ConvertRequest(CalibratedRequest):
     )
     group: Literal["similar", "contiguous"] | None = _fold(
         "How to group the heads that will share keys and values: by similarity, or neighbors."
-    )
-    rotate_latent: bool = option(
-        False,
-        "Mix the latent's channels to reduce the error of an FP8 or INT8 KV cache (mla).",
-        targets=("mla",),
     )
     allow_growth: bool = option(
         False,
@@ -324,12 +324,6 @@ class ConvertRequest(CalibratedRequest):
             if wanted and not method.reads_text:
                 needs = f"needs text, but --method {self.resolved_method} reads none"
                 yield name, f"{format_option(name)} {needs}; omit it, or use --method {DEFAULT}"
-        if self.rotate_latent and self.layout == "engine":
-            yield (
-                "rotate_latent",
-                "--rotate-latent increases the error of an FP8 cache with --layout engine; omit it,"
-                " or use --layout free",
-            )
         if self.effort:
             yield "effort", "--effort chooses --refine and --polish; omit it, or these two"
 
@@ -348,6 +342,7 @@ class DriftRequest(RunRequest):
     )
     samples: int = option(16, "Number of sequences.", minimum=1)
     seq_len: int = seq_len_option()
+    cache: CacheRounding | None = option(None, _CACHE)
 
 
 @dataclass(frozen=True)
@@ -409,6 +404,7 @@ class EvalRequest(RunRequest):
         True, "Measure retrieval from long texts too, besides the loss by position and --tasks."
     )
     batch: int = option(1, "Task documents per batch.", minimum=1)
+    cache: CacheRounding | None = option(None, _CACHE)
 
     @property
     def harness_tasks(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ are. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``H`` query head
 heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 
 RECORDER = "kvfold_recorder"
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -120,11 +121,12 @@ class OpenLayer:
         tensors = {name: self._cast(tensor) for name, tensor in self.tensors.items()}
         hidden = hidden.to(next(iter(tensors.values()), hidden).device)
         arguments = self.arguments(hidden)
-        args = (hidden, *arguments.args)
+        args = (hidden, *map(_copy_cache, arguments.args))
+        kwargs = {name: _copy_cache(value) for name, value in arguments.kwargs.items()}
         result = None
         attention = layer.get_submodule(find_attention_name(layer))
         with self.guard(), _record_attention(attention, whole) as recording, suppress(StopForward):
-            result = functional_call(layer, tensors, args, arguments.kwargs)
+            result = functional_call(layer, tensors, args, kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
                 f"{type(layer).__name__} never called its attention module, so its attention"
@@ -161,6 +163,11 @@ class OpenLayer:
         if cast_back and tensor.dtype == torch.get_autocast_dtype(kind):
             return tensor
         return tensor.to(self.dtype)
+
+
+def _copy_cache(value: Any) -> Any:
+    """Return a copy of an argument that is a cache, so that no call sees the tokens of another."""
+    return copy.deepcopy(value) if isinstance(value, Cache) else value
 
 
 def find_attention_name(layer: nn.Module) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache
 
+from kvfold.attention.cache_rounding import RoundedCache
 from kvfold.attention.drift.recording import (
     LayerArguments,
     LayerOutput,
@@ -345,9 +346,14 @@ def measure_cache_bytes_per_token(
             # all layers are given the same object
             values = (*call.args, *call.kwargs.values())
             caches.update(value for value in values if isinstance(value, Cache))
-        tensors = [
-            value for cache in caches for layer in cache.layers for value in vars(layer).values()
-        ]
-        sizes.append(sum(value.nbytes for value in tensors if isinstance(value, Tensor)))
+        sizes.append(sum(map(_count_cache_bits, caches)))
     # the difference excludes tensors whose size does not depend on the length
-    return (sizes[1] - sizes[0]) // 2
+    return (sizes[1] - sizes[0]) // 16
+
+
+def _count_cache_bits(cache: Cache) -> int:
+    """Return how many bits the tensors in ``cache`` take."""
+    if isinstance(cache, RoundedCache):
+        return cache.count_bits()
+    tensors = [value for layer in cache.layers for value in vars(layer).values()]
+    return 8 * sum(value.nbytes for value in tensors if isinstance(value, Tensor))

@@ -10,6 +10,7 @@ from kvfold.attention.drift.metrics import (
     format_layer_error,
     format_metrics,
 )
+from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
@@ -83,13 +84,15 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         ("drift", " from ".join(report.about[name]["name"] for name in ("converted", "source"))),
         ("text", f"{text}, {report.student_dtype} on {report.device}"),
         ("cache", f"{before} -> {after} bytes per token, {format_cache_saving(before, after)}"),
+        ("rounded", describe_cache_rounding(request.cache) if request.cache else ""),
         ("loss", format_metrics(report)),
         ("rounding", f"alone: KL {format_layer_error(floor.kl)} nats" if floor else ""),
         ("verdict", format_verdict(report)),
     ]
     if not layers:
+        rounded = ["--cache", request.cache] if request.cache else []
         return format_labeled_rows(
-            rows, ["kvfold", "drift", request.model, request.out, "--layers"]
+            rows, ["kvfold", "drift", request.model, request.out, *rounded, "--layers"]
         )
     figures = format_table(report.format_rows())
     return "\n".join(

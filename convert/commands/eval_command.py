@@ -58,6 +58,7 @@ def format_evaluation(evaluation: "Evaluation") -> str:
     facts = [
         ("eval", f"{evaluation.out} against {evaluation.model}"),
         ("text", evaluation.text),
+        ("rounded", evaluation.cache or ""),
         ("needle", "right answers (guesses: 1 in 8)"),
         ("loss", "nats per token, at these positions"),
         ("", "differences are paired by document, with 95 % intervals"),

@@ -44,13 +44,15 @@ def format_inspection(inspection: "Inspection") -> str:
     lines = [format_labeled_rows(_list_model_facts(inspection)), ""]
     if not inspection.targets:
         return "\n".join([*lines, "can become: nothing smaller"])
-    rows = [("can become", "saves", "at 128k")]
+    formats = "/".join(inspection.cache.rounded)
+    rows = [("can become", "saves", formats)]
     served: dict[str, list[str]] = {}
     for target in inspection.targets:
         saves = f"{100 * target.saves:.1f} %"
-        rows.append((target.options, saves, format_bytes(target.bytes["128k"])))
+        sizes = ("-" if size is None else str(size) for size in target.rounded.values())
+        rows.append((target.options, saves, "/".join(sizes)))
         served.setdefault(name_serving_engines(target.engines), []).append(target.options)
-    lines += [*format_table(rows), ""]
+    lines += [*format_table(rows), f"{formats}: bytes per token per layer", ""]
     for engines, options in served.items():
         lines += wrap_text(f"served by {engines}:", count_columns())
         lines += [f"  {option}" for option in options]
@@ -80,6 +82,7 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
     cache = inspection.cache
     sizes = [f"{format_bytes(cache.bytes_per_token)} per token"]
     sizes += [f"{format_bytes(size)} at {context}" for context, size in cache.bytes.items()]
+    rounded = [f"{size} in {name}" for name, size in cache.rounded.items() if size is not None]
     return [
         ("model", inspection.model),
         ("family", f"{inspection.family} ({inspection.architecture})"),
@@ -101,6 +104,7 @@ def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
             "cache",
             f"{cache.cache_elements} elements per token per layer, {', '.join(sizes)}",
         ),
+        ("rounded", f"bytes per token per layer: {', '.join(rounded)}"),
         *(("warning", note) for note in inspection.notes),
         *(("no MLA", reason) for reason in inspection.not_mla),
         ("MLA", reasons and f"in layout kvfold, because no stock MLA class has {reasons}"),

@@ -352,19 +352,16 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
             "has no effect in layout kvfold, which keeps the context of"
             f" {model.geometry.positions} tokens; omit it, or use --layout free",
         )
-    rotated = request.rotate_latent
     if request.budget is None:
-        specs = [MlaSpec(request.kv_rank or 0, request.rope_dim or 0, layout, rotated)]
+        specs = [MlaSpec(request.kv_rank or 0, request.rope_dim or 0, layout)]
     else:
         # P is a multiple of the largest power of two up to N/8: among these are the splits that
         # kernels support.
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
-        cached = request.budget - count_cached_divisors(
-            model, MlaSpec(request.budget, 0, layout, rotated)
-        )
-        specs = [MlaSpec(cached - rope, rope, layout, rotated) for rope in ropes]
+        cached = request.budget - count_cached_divisors(model, MlaSpec(request.budget, 0, layout))
+        specs = [MlaSpec(cached - rope, rope, layout) for rope in ropes]
     problems = [list_mla_problems(model, spec, allow_growth=request.allow_growth) for spec in specs]
     possible = [spec for spec, reasons in zip(specs, problems, strict=True) if not reasons]
     if possible:

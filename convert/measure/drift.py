@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.report import DriftReport, measure_drift, select_floor_tokens
+from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.conversion.calibration import open_comparison_stage
@@ -27,8 +28,9 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
     The default text ships with kvfold and is never used for calibration. ``seed`` selects the
-    sequences. ``progress`` works as in `convert_checkpoint`, with the stage ``compare`` (tokens).
-    The report's ``about`` contains the names and hashes of the
+    sequences. ``cache`` rounds the cache of ``out`` alone. ``progress`` works as in
+    `convert_checkpoint`, with the stage ``compare`` (tokens). The report's ``about`` contains the
+    names and hashes of the
     models and the text. Raises InputError if a checkpoint cannot be opened, the models do not
     match, or the text is too short.
 
@@ -72,7 +74,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         ]
         check_needs(needs[:1], on_gpu, needs[1].host)
         teacher = open_layer_stream(source, device, request.dtype)
-        compared = open_layer_stream(student, device, request.dtype)
+        compared = open_layer_stream(student, device, request.dtype, request.cache)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
         stages = ProgressStages(progress, request.quiet)
         floor = select_floor_tokens(tokens)
@@ -83,17 +85,26 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
             "converted": {"name": student.origin, "sha256": student.compute_model_digest()},
             "text": {"name": text.name, "sha256": text.compute_digest(), "seed": request.seed},
         }
+        if request.cache is not None:
+            rounding = describe_cache_rounding(request.cache)
+            about["cache"] = {"rounding": request.cache, "of": "converted", "scheme": rounding}
         return replace(report, about=about)
 
 
-def open_layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    """A stream that loads the layers of ``checkpoint`` one at a time. Raises InputError if its
-    tensors do not match its config.
+def open_layer_stream(
+    checkpoint: Checkpoint, device: torch.device, dtype: str, rounding: str | None = None
+) -> CheckpointStream:
+    """A stream that loads the layers of ``checkpoint`` one at a time; ``rounding`` is that of its
+    cache. Raises InputError if its tensors do not match its config.
     """
-    computed = choose_compute_dtype(checkpoint, device, dtype)
     try:
         stream = CheckpointStream(
-            checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), device, computed
+            checkpoint.config,
+            checkpoint.read_tensor,
+            list(checkpoint.tensors),
+            device,
+            choose_compute_dtype(checkpoint, device, dtype),
+            rounding=rounding,
         )
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.attention.cache_rounding import CacheRoundingError, round_cache
 from kvfold.attention.drift.compare import compute_margin, split_positions
+from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
 from kvfold.convert.measure.chat import generate_reply, load_whole_model
@@ -77,6 +79,7 @@ class Evaluation:
         ``needle`` is the share of right answers in texts of so many tokens; with ``guesses``, the
         95 % interval of the source's share reaches down to chance, so that the difference says
         nothing about the conversion. ``loss`` is the loss at these positions, in nats per token.
+    cache: how the cache of ``out`` was rounded; None if it was not.
     """
 
     model: str
@@ -84,6 +87,7 @@ class Evaluation:
     text: str
     samples: int
     rows: list[dict[str, Any]]
+    cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,14 +152,20 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     stages = ProgressStages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
-    student = evaluate_model(request.out, request, tokenizer, documents, stages)
+    try:
+        student = evaluate_model(
+            request.out, request, tokenizer, documents, stages, rounding=request.cache
+        )
+    except CacheRoundingError as error:
+        raise InputError(f"--cache {error}") from error
     if documents.prompts:
         add_reply_scores(source, student)
     rows = [
         make_evaluation_row(task, metric, scores, student.scores[task, metric])
         for (task, metric), scores in source.scores.items()
     ]
-    return Evaluation(request.model, request.out, documents.text, request.samples, rows)
+    rounding = describe_cache_rounding(request.cache) if request.cache else None
+    return Evaluation(request.model, request.out, documents.text, request.samples, rows, rounding)
 
 
 def draw_evaluation_inputs(
@@ -270,11 +280,16 @@ def evaluate_model(
     tokenizer: Any,
     documents: EvaluationInputs,
     stages: ProgressStages,
+    rounding: str | None = None,
 ) -> ModelResults:
-    """The results of the model in ``folder`` on all inputs, loaded for this call alone."""
+    """The results of the model in ``folder`` on all inputs, loaded for this call alone;
+    ``rounding`` is that of its cache.
+    """
     with stages(f"reading {folder}"), closing(open_checkpoint(folder)) as checkpoint:
         checkpoint.print_notes()
         model = load_whole_model(checkpoint, request)
+    if rounding is not None:
+        round_cache(model, rounding)
     use_blockwise_attention(model, model.device)
     scores: Scores = {}
     for length, questions in documents.questions.items():

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
+from kvfold.attention.rounding_schemes import CACHE_BITS
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
@@ -52,6 +53,7 @@ from kvfold.convert.targets.mla.spec import (
 from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
+ROUNDED = {"16 bits": 16, "FP8": CACHE_BITS["fp8"], "INT4": CACHE_BITS["int4"]}
 _LATENT_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -68,11 +70,14 @@ class CacheSize:
     """The size of the KV cache for one sequence; a sliding-window layer caches at most its window.
 
     cache_elements: elements per token per layer.
+    rounded: bytes per token per layer in 16 bits and as engines round a cache; None where groups of
+        32 channels do not divide those of a token.
     bytes_per_token: bytes per token of all layers.
     bytes: bytes by context.
     """
 
     cache_elements: int
+    rounded: Mapping[str, int | None]
     bytes_per_token: int
     bytes: Mapping[str, int]
 
@@ -338,7 +343,20 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     for name, context in CONTEXTS.items():
         slots = sum(min(context, window or context) for window in windows)
         by_context[name] = layer_bytes * slots
-    return CacheSize(result.count_cache_elements(), len(windows) * layer_bytes, by_context)
+    elements = result.count_cache_elements()
+    sizes = {name: _count_rounded_bytes(result, bits) for name, bits in ROUNDED.items()}
+    return CacheSize(elements, sizes, len(windows) * layer_bytes, by_context)
+
+
+def _count_rounded_bytes(result: ServedModel, bits: int) -> int | None:
+    """The bytes per token per layer of a cache of ``bits`` per element, or None if groups of 32
+    channels do not divide those of a token. Divisors of norms take 16 bits.
+    """
+    elements = result.count_cache_elements() - result.divisors
+    channels = elements if result.kv_rank else elements // 2
+    if bits not in (8, 16) and channels % 32:
+        return None
+    return elements * bits // 8 + 2 * result.divisors
 
 
 def propose_targets(model: Model, dtype: str) -> list[TargetCache]:

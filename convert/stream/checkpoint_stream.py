@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from kvfold.attention.cache_rounding import round_cache
 from kvfold.attention.drift.recording import LayerArguments, OpenLayer, find_attention_name
 from kvfold.attention.drift.streams import LayerlessModel, measure_cache_bytes_per_token
 from kvfold.convert.errors import InputError
@@ -42,7 +43,8 @@ class CheckpointStream:
     tensors that its open layer has in memory are shared, except those in ``changed``, for which
     ``read`` returns other values; ``origins`` maps each name that ``read`` renames or combines to
     the stored tensors behind it. ``autocast`` is the dtype of matrix products in ``training``.
-    Raises InputError if transformers cannot build a decoder from the config.
+    ``rounding`` is that of the cache (`round_cache`). Raises InputError if transformers cannot
+    build a decoder from the config.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class CheckpointStream:
         changed: Collection[str] = (),
         origins: Mapping[str, Collection[str]] | None = None,
         autocast: torch.dtype | None = None,
+        rounding: str | None = None,
     ) -> None:
         """Build the model on the meta device and map its parameters to the stored tensors; no
         weight is read yet.
@@ -64,6 +67,7 @@ class CheckpointStream:
         self.dtype = dtype
         self.read = read
         self.autocast = autocast
+        self._rounding = rounding
         self._config = config
         self._names = names
         self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
@@ -73,6 +77,8 @@ class CheckpointStream:
         self._table: Tensor | None = None
         self._head_dtype: torch.dtype | None = None
         model = build_empty_model(config, dtype, self.device)
+        if rounding is not None:
+            round_cache(model, rounding)
         self.weights = WeightMap(model, names)
         try:
             self._frame = LayerlessModel(model)
@@ -307,6 +313,8 @@ class CheckpointStream:
         # is repeated here.
         with errors_as_input_errors():
             total = measure_cache_bytes_per_token(self._frame.layers, embed_with_cache)
+        if self._rounding is not None:
+            return total
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize
@@ -317,5 +325,11 @@ class CheckpointStream:
         """Return a new stream over the same checkpoint on ``device`` and in ``dtype``. It shares no
         tensors with a teacher.
         """
-        device = device or self.device
-        return type(self)(self._config, self.read, self._names, device, dtype or self.dtype)
+        return type(self)(
+            self._config,
+            self.read,
+            self._names,
+            device or self.device,
+            dtype or self.dtype,
+            rounding=self._rounding,
+        )

@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from kvfold.attention.cache_rounding import CacheRoundingError
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -213,6 +214,8 @@ def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
         yield
     except KvfoldError:
         raise
+    except CacheRoundingError as error:
+        raise InputError(f"--cache {error}") from error
     except Exception as error:
         if explain_system_error(error) or "CUDA" in str(error):  # of the memory or the device
             raise

@@ -16,11 +16,10 @@ relative error is about ``|c|^2 / (2 B^2)``. ``B`` and the norm's weight are pow
 are exact in bfloat16 and float16; the rest of the factor goes into the weights that read the
 latent.
 
-A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, whose scale a
-constant a thousand times larger than the other channels would ruin. So the constant's norm weight
-is zero, which keeps it out of the cache. Nothing is lost: constant parts of values move into the
-output projection's bias, and constant parts of keys change all scores of a query equally, so they
-do not change its attention.
+The constant's norm weight is zero, which keeps it out of the cache: it is a thousand times larger
+than the other channels, and would ruin the scale of a rounded cache. Nothing is lost: constant
+parts of values move into the output projection's bias, and constant parts of keys change all scores
+of a query equally, so they do not change its attention.
 """
 
 import math
@@ -33,7 +32,6 @@ from torch.nn.functional import pad
 
 from kvfold.convert.targets.mla.spec import ATTENTION, MlaSpec
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import rotate_latent_channels
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
 # (measured by a script in git history, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on 6e-5, which
@@ -63,7 +61,7 @@ def encode_stock_mla(
         or latent.down_bias is latent.rope_key_bias is latent.o_bias is None
     )
     assert latent.query is not None or latent.q_nope_bias is latent.q_rope_bias is None
-    latent = pad_heads(rotate_latent_channels(latent) if spec.rotated else latent, spec)
+    latent = pad_heads(latent, spec)
     # DeepSeek's attention multiplies the scores of YaRN by the square of this.
     growth = 0.1 * math.log(yarn_factor) + 1
     latent = replace(latent, scale=latent.scale / growth**2)
@@ -83,7 +81,6 @@ def encode_custom_mla(
     """Return the attention tensors of a layer in layout ``kvfold``, by name, reshaped to
     ``shapes``. Biases that the class has but the layer lacks are zero.
     """
-    latent = rotate_latent_channels(latent) if spec.rotated else latent
     down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
     rope_bias = _zeros_if_none(latent.rope_key_bias, latent.rope_key[:, 0])
     tensors: dict[str, Tensor | None] = {
@@ -164,8 +161,7 @@ def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, T
         }
     rank = latent.rank + 1
     weight = latent.down.new_full((rank,), compute_latent_norm_weight(rank))
-    if spec.rotated:
-        weight[-1] = 0  # keeps the constant out of a quantized cache, whose scale it would set
+    weight[-1] = 0
     down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave_rotary_dims(
         _zeros_if_none(latent.rope_key_bias, latent.rope_key[:, 0]), 0

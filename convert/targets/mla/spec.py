@@ -53,13 +53,11 @@ class MlaSpec:
         of layout ``free`` is included here, but not in the R of ``transforms/``
     rope_dim: dims P of the cached rotary key
     layout: where the model is stored (`layout`, `custom_code`)
-    rotated: mix the channels with each other, for a quantized cache
     """
 
     kv_rank: int
     rope_dim: int
     layout: Layout = "free"
-    rotated: bool = False
 
     @property
     def has_constant_channel(self) -> bool:

@@ -47,6 +47,7 @@ from kvfold.convert.transforms.linalg import (
     compute_covariance_root,
     compute_input_moment,
     compute_metric_root,
+    decompose_symmetric,
     find_singular_vectors,
     multiply_pairs,
     whiten_inputs,
@@ -57,6 +58,10 @@ from kvfold.convert.transforms.weights import (
     Rotary,
     make_blank_statistics,
 )
+
+# The least energy and the least cost of a channel relative to the largest, in `balance_channels`:
+# what is below is lost to rounding errors of float32. Chosen.
+_FAINTEST = 1e-10
 
 
 def factor_layer(
@@ -116,6 +121,7 @@ def factor_layer(
         factors = als.alternate_least_squares(
             projections, queries, center, slots.theta, distances, factors, dtype
         )
+    factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
         original, projections, factors, slots, root, mean, distances, centered
     )
@@ -143,7 +149,8 @@ def factor_by_svd(
     # Without calibration, assume white inputs.
     root = torch.eye(weights.model_dim, dtype=torch.float64, device=weights.q.device)
     mean = pad(torch.zeros_like(root[0]), (0, 1), value=1.0)
-    split = split_rotary_keys(projections, slots, projections.queries @ projections.queries.mT)
+    queries = projections.queries @ projections.queries.mT
+    split = split_rotary_keys(projections, slots, queries)
     rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
     down, readout = compute_principal_basis(rows, rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
@@ -151,6 +158,7 @@ def factor_by_svd(
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
     factors = _join_factors(projections, split, gains, pad(down / norm, (0, 1)), readout * norm)
+    factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
         projections, projections, factors, slots, root, mean, distances, False
     )
@@ -196,6 +204,51 @@ def _stack_key_and_value_rows(
         rows = block[..., :-1].flatten(0, 1)
         blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
     return torch.cat(blocks)
+
+
+def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) -> LatentFactors:
+    """Return equivalent ``factors`` in the coordinates in which the rounding of a cache costs
+    least. The latent has unit energy, its channels are in descending order.
+
+    ``queries [H, D, D]`` are second moments, ``metric [G, D, D]`` is that of the output. Rounding
+    adds errors of one size to a group of neighboring channels, in proportion to the largest. If a
+    channel of energy ``E`` is multiplied by ``a``, and errors in it cost ``u``, all of them cost
+    ``sum(a^2 E) sum(u / a^2)``, which is least for ``a^2 = sqrt(u / E)``. Channels of the latent
+    may mix as well, which makes energies and costs diagonal; those of a rotary pair may not.
+    """
+    rope = factors.rope_dim
+    down = factors.down.double()
+    up_keys = factors.up_keys.double()
+    up_values = factors.up_values.double()
+    moment = down @ down.mT
+    keys = torch.einsum("hdr,hde,hes->rs", up_keys, queries.double(), up_keys)
+    values = torch.einsum("gdr,gde,ges->rs", up_values, metric.double(), up_values)
+    # Costs are shares of the energy of the scores, and of the output.
+    tiny = torch.finfo(moment.dtype).tiny
+    latent = moment[rope:, rope:]
+    keys = keys / (keys * moment).sum().clamp_min(tiny)
+    values = values / (values * latent).sum().clamp_min(tiny)
+    # White coordinates, in which only the costs are left to be diagonal.
+    energy, axes = decompose_symmetric(latent)
+    root = energy.clamp_min(energy[0] * _FAINTEST).sqrt()
+    root = torch.where(root > 0, root, 1.0)
+    spread = axes * root
+    cost, turn = decompose_symmetric(spread.mT @ (keys[rope:, rope:] + values) @ spread)
+    size = cost.clamp_min(cost[0] * _FAINTEST).pow(0.25)
+    size = torch.where(size > 0, size, 1.0)
+    forth = size[:, None] * (turn.mT @ (axes / root).mT)
+    back = spread @ turn / size
+    scale = (forth @ down[rope:]).norm()
+    scale = torch.where(scale > 0, scale, 1.0)
+    pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (keys, moment)]
+    grown = (pairs[0] / pairs[1]).pow(0.25).nan_to_num(1.0, 1.0) / scale
+    grown = torch.where(grown > 0, grown, 1.0).repeat(2)
+    factors_of_keys = [up_keys[..., :rope] / grown, up_keys[..., rope:] @ back * scale]
+    return LatentFactors(
+        down=torch.cat([grown[:, None] * down[:rope], forth @ down[rope:] / scale]),
+        up_keys=torch.cat(factors_of_keys, -1),
+        up_values=up_values @ back * scale,
+    )
 
 
 def compute_principal_basis(

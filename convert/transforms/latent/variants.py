@@ -1,5 +1,5 @@
-"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, mixed
-channels, a query latent.
+"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, a
+query latent.
 
 The coordinates of a latent are free: the weights that read it can undo any invertible matrix that
 multiplies it.
@@ -7,11 +7,6 @@ multiplies it.
 Some engines cannot turn off the norm of a latent (a live norm). A norm has no effect on vectors
 that all have the same length, so `equalize_lengths` searches for coordinates in which the length
 varies least.
-
-In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a
-single quantization step for all of them, or one saturating exponent, suits only a few. An
-orthogonal map that mixes every channel into every other results in about the same energy for all
-(`rotate_latent_channels`).
 
 A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
@@ -54,17 +49,6 @@ def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     because the norm would apply to its bias too.
     """
     return _change_coordinates(latent, *fit_norm_coordinates(latent.down, inputs))
-
-
-def rotate_latent_channels(latent: LatentWeights) -> LatentWeights:
-    """Return an equivalent latent whose channels are all mixed by an orthogonal matrix, so that
-    each has about the same energy when it is quantized.
-    """
-    mix = make_hartley_matrix(latent.rank).to(latent.down.device)
-    mixed = _change_coordinates(latent, mix @ latent.down.double(), mix)
-    if latent.down_bias is None:
-        return mixed
-    return replace(mixed, down_bias=(mix @ latent.down_bias.double()).to(latent.down_bias))
 
 
 def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> LatentWeights:
@@ -156,21 +140,6 @@ def _fit_quadratic_form(latent: Tensor) -> Tensor:
         left = left - reach * change
         forms.append(form)
     return min(forms, key=compute_held_out_error)
-
-
-def make_hartley_matrix(size: int) -> Tensor:
-    """Return the discrete Hartley matrix ``[size, size]``, float64: orthogonal, symmetric and its
-    own inverse.
-
-    It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an
-    odd number of others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA
-    model at 48 + 16, in nats per token, with an FP8, INT8 and INT4 cache: 0.0008, 0.0000 and 0.011;
-    without mixing 0.0012, 3.98 and 3.98 (measured by a script in git history).
-    """
-    index = torch.arange(size, dtype=torch.float64)
-    # Reduce by whole turns first: exact for any size.
-    angle = 2 * math.pi / size * (index[:, None] * index % size)
-    return (angle.cos() + angle.sin()) / math.sqrt(size)
 
 
 def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:

@@ -3,10 +3,13 @@
 import math
 from dataclasses import replace
 
+import pytest
+from helpers.checkpoints import convert
+
 from kvfold.attention.drift.compare import DriftMeasurement, LayerDrift, PositionRangeDrift
 from kvfold.attention.drift.metrics import format_metrics, make_position_rows, metrics_to_dict
 from kvfold.attention.drift.report import DriftReport
-from kvfold.convert import DriftRequest, demo_folder, drift_checkpoints
+from kvfold.convert import DriftRequest, InputError, demo_folder, drift_checkpoints
 from kvfold.convert.commands.drift_command import summarize_drift
 
 LAYERS = (
@@ -108,3 +111,19 @@ def test_models_that_do_not_match_are_told_in_any_family(tiny_family, refused):
         drift_checkpoints(DriftRequest(*models, quiet=True))
     with refused(field="seq_len"):
         drift_checkpoints(DriftRequest(models[0], models[0], seq_len=100_000, quiet=True))
+
+
+def test_the_cache_of_out_alone_is_rounded(reader):
+    report = drift_checkpoints(
+        DriftRequest(reader, reader, samples=1, seq_len=48, cache="int2", quiet=True)
+    )
+    assert report.kl > 0
+    assert report.student_cache_bytes == report.source_cache_bytes * 3 // 32
+    assert report.to_dict()["cache"]["rounding"] == "int2"
+
+
+def test_groups_that_do_not_divide_the_channels_are_one_line(reader, tmp_path, told):
+    convert(reader, tmp_path / "out", to="mla", kv_rank=24, rope_dim=4, method="svd")
+    with pytest.raises(InputError) as error:
+        drift_checkpoints(DriftRequest(reader, tmp_path / "out", samples=1, cache="int4"))
+    told(error.value)

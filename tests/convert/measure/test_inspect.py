@@ -24,6 +24,7 @@ def test_facts_of_the_shipped_model():
     assert [facts[name] for name in sizes] == [4, 8, 8, 32, 256, 32, 512]
     assert facts["cache"] == {
         "cache_elements": 512,
+        "rounded": {"16 bits": 1024, "FP8": 512, "INT4": 320},
         "bytes_per_token": 4 * 512 * 2,
         "bytes": {"8k": 8192 * 4096, "128k": 131072 * 4096},
     }

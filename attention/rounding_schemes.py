@@ -1,0 +1,16 @@
+"""How engines round their KV cache: bits and words. Does not import torch."""
+
+# Bits of a cached number by how an engine rounds it (`cache_rounding`): 32 numbers share a scale
+# and a zero of 16 bits each.
+CACHE_BITS = {"fp8": 8, "int8": 9, "int4": 5, "int3": 4, "int2": 3}
+
+
+def describe_cache_rounding(rounding: str) -> str:
+    """Return how ``rounding``, a key of `CACHE_BITS`, rounds a cache, in words."""
+    scheme = "e4m3 with scale 1"
+    if rounding != "fp8":
+        scheme = (
+            "groups of 32 tokens of a channel for keys, of 32 channels of a token for values and"
+            " latents, with a scale and a zero of 16 bits each"
+        )
+    return f"{rounding}, simulated: {scheme}"
