@@ -5,7 +5,8 @@ layer in the teacher and ``h'`` in the student, the target of the projection is 
 as in refinement (``training/refine.py``): a layer thus also corrects the errors of earlier layers,
 as far as a linear map of its heads can. As in refinement, the squared error of every token is
 relative to its residual: the norms that follow see relative errors, and otherwise the few tokens
-with massive activations, in the teacher or the student, would dominate.
+with massive activations, in the teacher or the student, would dominate. Where a norm follows the
+projection, its targets are those that the norm, near the present output, turns into the above.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from kvfold.convert.walk.walk import WalkLayer
 # rounding to bfloat16 is off by up to 2^-9, 4e-6 of the energy, and there are a few; an output that
 # is no such linear map is off by far more.
 _UNEXPLAINED = 1e-3
+# The gain that a channel of a norm must have to be fitted, relative to the median: chosen.
+_LEAST_GAIN = 0.1
 
 Weights = TypeVar("Weights", bound=AttentionWeights | LatentWeights)
 
@@ -43,10 +46,32 @@ class AttentionUpdate:
     norm: str | None = None
 
     def compute_update(self, layer: OpenLayer, attention: Tensor) -> Tensor:
-        """The update ``[B, T, E]`` that ``layer`` computes from its ``attention`` output."""
-        if self.norm is not None:
-            attention = layer.run_submodule(self.norm, attention)
-        return attention * self.scale
+        """The update ``[..., E]`` that ``layer`` computes from its ``attention`` output."""
+        return self.apply_norm(layer, attention) * self.scale
+
+    def apply_norm(self, layer: OpenLayer, attention: Tensor) -> Tensor:
+        """Return the ``attention`` output of ``layer`` as its norm, if any, leaves it."""
+        return attention if self.norm is None else layer.run_submodule(self.norm, attention)
+
+    def undo_norm(
+        self, layer: OpenLayer, output: Tensor, target: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return targets ``[N, E]`` of the attention output itself, given a ``target`` of what the
+        norm makes of it, and their token weights ``[N]``.
+
+        An RMSNorm multiplies by its gain and divides by a number per token. Where the norm is
+        close to that of the present ``output``, this number hardly changes.
+        """
+        gain = self.apply_norm(layer, torch.ones_like(output[:1]))
+        normed = self.apply_norm(layer, output)
+        tiny = torch.finfo(output.dtype).tiny
+        before = (output * gain).norm(dim=1)
+        after = normed.norm(dim=1)
+        # Channels with little gain would need large outputs, which change the norm of all others.
+        usable = gain.abs() > _LEAST_GAIN * gain.abs().median()
+        change = torch.where(usable, (target - normed) / gain, 0)
+        target = output + change * (before / after.clamp_min(tiny))[:, None]
+        return target, weight * (after / before.clamp_min(tiny)).square()
 
 
 UNCHANGED = AttentionUpdate()
@@ -76,11 +101,8 @@ def refit_output_projection(
     student's residual stream after the attention matches the teacher's.
 
     They are unchanged if the error of the residual after the attention on held-out sequences does
-    not fall, if the layer does not expose its heads' results, or if the model family normalizes the
-    attention output.
+    not fall, or if the layer does not expose its heads' results.
     """
-    if update.norm is not None:
-        return weights
     student = walk_layer.student
     student.set_layer_tensors(student.output.encode_layer(walk_layer.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
@@ -92,16 +114,16 @@ def refit_output_projection(
     with student.stream.open_layer(walk_layer.index) as layer:
         attention = [output.attention for output in teacher.outputs]
         chunks = zip(teacher.held_out, attention, walk_layer.held_out, strict=True)
-        held_out = _yield_regressions(layer, weights, present, update.scale, chunks)
+        held_out = _yield_regressions(layer, weights, present, update, chunks)
         first = next(held_out, None)
         if first is None:
             return weights
         chunks = zip(teacher.calibration, teacher.attention, walk_layer.calibration, strict=True)
-        regressions = _yield_regressions(layer, weights, present, update.scale, chunks)
+        regressions = _yield_regressions(layer, weights, present, update, chunks)
         with student.stream.use_training_precision():
-            gram, missing = _sum_regressions(present, regressions)
+            gram, missing = _sum_regressions(layer, present, update, regressions)
         fitted = processes.broadcast_from_rank0(
-            lambda: _fit_if_better(present, gram, missing, chain([first], held_out))
+            lambda: _fit_if_better(layer, present, update, gram, missing, chain([first], held_out))
         )
     if fitted is None:
         return weights
@@ -115,12 +137,12 @@ def _yield_regressions(
     layer: OpenLayer,
     weights: AttentionWeights | LatentWeights,
     present: Tensor,
-    scale: float,
+    update: AttentionUpdate,
     chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> Iterator[_Regression]:
-    """Yield for each chunk of sequences the heads' results ``[N, n]``, their projection's targets
-    ``[N, E]`` and token weights ``[N]``. Yields nothing if the recorded results do not explain the
-    attention output.
+    """Yield for each chunk of sequences the heads' results ``[N, n]``, the targets ``[N, E]`` of
+    their projection, or of the norm behind it, and token weights ``[N]``. Yields nothing if the
+    recorded results do not explain the attention output.
 
     A chunk has the teacher's residual stream before the layer, its attention's output, and the
     student's residual stream.
@@ -145,14 +167,19 @@ def _yield_regressions(
         before, attention, student_before = (
             states.to(heads.device) for states in (before, attention, student_before)
         )
-        after = (before + attention * scale).to(wide)
+        after = (before + update.compute_update(layer, attention)).to(wide)
         student_before = student_before.to(wide)
         weight = compute_token_weights(after, student_before).square()
-        target = (after - student_before) / scale
+        target = (after - student_before) / update.scale
         yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
 
 
-def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
+def _sum_regressions(
+    layer: OpenLayer,
+    present: Tensor,
+    update: AttentionUpdate,
+    regressions: Iterator[_Regression],
+) -> tuple[Tensor, Tensor]:
     """Return the weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of
     all processes; ``z`` are the heads' results.
     """
@@ -161,6 +188,8 @@ def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tup
     cross = torch.zeros_like(present)
     total = present.new_zeros(())
     for heads, target, weight in regressions:
+        if update.norm is not None:
+            target, weight = update.undo_norm(layer, heads @ present.to(heads).mT, target, weight)
         # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds.
         # Weights may come near the end of its range.
         largest = weight.max().clamp_min(torch.finfo(weight.dtype).tiny)
@@ -175,7 +204,12 @@ def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tup
 
 
 def _fit_if_better(
-    present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
+    layer: OpenLayer,
+    present: Tensor,
+    update: AttentionUpdate,
+    gram: Tensor,
+    missing: Tensor,
+    held_out: Iterable[_Regression],
 ) -> Tensor | None:
     """Return the refitted output projection ``[E, n]``; None if its weighted squared error on
     ``held_out`` is not below that of ``present``.
@@ -185,7 +219,8 @@ def _fit_if_better(
     # One chunk is in memory at a time.
     for heads, target, weight in held_out:
         before, after = (
-            (target.double() - heads.double() @ output.mT).square().sum(1) @ weight.double()
+            (target.double() - update.apply_norm(layer, heads.double() @ output.mT)).square().sum(1)
+            @ weight.double()
             for output in (present, fitted)
         )
         gain += float(before - after)

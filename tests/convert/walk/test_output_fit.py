@@ -82,9 +82,24 @@ def test_what_does_not_help_held_out_sequences_is_not_kept(case, step):
     assert refit_output_projection(step, source, UNCHANGED) is source
 
 
-def test_a_normed_output_is_left_alone(case, step):
+def test_a_layer_is_fitted_through_the_norm_behind_it(case, step):
+    """The norm undoes any common scale of the heads' results, but not one for each dim."""
+    update = AttentionUpdate(norm="post_attention_layernorm")
     source = weights_of(case)
-    assert refit_output_projection(step, source, AttentionUpdate(norm="norm")) is source
+    stretch = torch.linspace(0.25, 2, 8)[:, None]
+    other = replace(source, v=source.v * stretch)
+
+    def measure(weights):
+        step.student.set_layer_tensors(named(0, weights))
+        with step.student.stream.open_layer(0) as layer:
+            updates = [
+                [update.compute_update(layer, output.attention) for output in outputs]
+                for outputs in (map(layer.attend, step.held_out), step.teacher.outputs)
+            ]
+        return sum(map(sum_squares, map(torch.sub, *updates)))
+
+    fitted = refit_output_projection(step, other, update)
+    assert measure(fitted) < 0.2 * measure(other)
 
 
 def test_massive_tokens_of_the_student_alone_do_not_rule(case, step):
