@@ -7,7 +7,7 @@ there. The forward pass of transformers, with every decoder layer replaced by a 
 logits. A layer runs with tensors that are read when it is opened and dropped when it is closed. If
 ``read`` returns trainable tensors for some names, gradients reach them::
 
-    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load_parameters
+    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load_parameter
          <- read(name) <- float32 master
 
 The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the
@@ -73,7 +73,7 @@ class CheckpointStream:
         self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
         self._changed = changed
         self._origins = origins or {}
-        self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
+        self._loaded: dict[WeightSource, Tensor] = {}
         self._table: Tensor | None = None
         self._head_dtype: torch.dtype | None = None
         model = build_empty_model(config, dtype, self.device)
@@ -162,10 +162,11 @@ class CheckpointStream:
 
         self.release()
         prefix = f"{self._frame.path}.{index}."
-        tensors: dict[str, Tensor] = {}
-        for source in self.weights.find_sources(prefix):
-            for name, tensor in self._load_source(source, None if stored else self.dtype).items():
-                tensors[name.removeprefix(prefix)] = tensor
+        dtype = None if stored else self.dtype
+        tensors = {
+            source.target.removeprefix(prefix): self._load_source(source, dtype)
+            for source in self.weights.find_sources(prefix)
+        }
         try:
             yield OpenLayer(
                 index,
@@ -195,10 +196,8 @@ class CheckpointStream:
         if autocast is not None:
             # Autocast would cast them again for each block of tokens.
             for source in map(self.weights.find_source, self._head):
-                self._loaded[source] = {
-                    name: tensor.to(autocast) if tensor.dim() == 2 else tensor
-                    for name, tensor in self._loaded[source].items()
-                }
+                if self._loaded[source].dim() == 2:
+                    self._loaded[source] = self._loaded[source].to(autocast)
             ends = self._load_parameters(ends)
         with errors_as_input_errors():
             hidden = hidden.to(self.device)
@@ -227,27 +226,25 @@ class CheckpointStream:
         """Return the parameters ``names`` of the model, by name. A tied parameter is loaded from
         the one that it is tied to.
         """
-        sources = {name: self.weights.find_source(name) for name in names}
         return {
-            name: self._load_source(source, self.dtype)[source.target]
-            for name, source in sources.items()
+            name: self._load_source(self.weights.find_source(name), self.dtype) for name in names
         }
 
-    def _load_source(self, source: WeightSource, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the parameters formed from the stored tensors of ``source``, in ``dtype``; None is
-        their own. They stay in memory until `release`. If the teacher has loaded the same
-        parameters, they are shared.
+    def _load_source(self, source: WeightSource, dtype: torch.dtype | None) -> Tensor:
+        """Return the parameter formed from the stored tensors of ``source``, in ``dtype``; None is
+        its own. It stays in memory until `release`. If the teacher has loaded the same parameter,
+        it is shared.
         """
         if source not in self._loaded:
-            shared = self._find_teacher_parameters(source)
+            shared = self._find_teacher_parameter(source)
             if shared is None:
-                shared = self.weights.load_parameters(source, self.read, dtype, self.device)
+                shared = self.weights.load_parameter(source, self.read, dtype, self.device)
             self._loaded[source] = shared
         return self._loaded[source]
 
-    def _find_teacher_parameters(self, source: WeightSource) -> dict[str, Tensor] | None:
-        """Return the parameters that the teacher's stream has loaded from the same unchanged
-        tensors as ``source``, or None if there are none to share.
+    def _find_teacher_parameter(self, source: WeightSource) -> Tensor | None:
+        """Return the parameter that the teacher's stream has loaded from the same unchanged tensors
+        as ``source``, or None if there is none to share.
         """
         if self._teacher is None or any(name in self._changed for name in source.names):
             return None
@@ -256,13 +253,11 @@ class CheckpointStream:
         # By names, not by contents: a stored tensor that the student renames or joins is still the
         # teacher's.
         origins = {origin for name in source.names for origin in self._origins.get(name, (name,))}
-        expected = self.weights.expected
-        for other, loaded in self._teacher._loaded.items():
+        shape = self.weights.expected[source.target].shape
+        for other, tensor in self._teacher._loaded.items():
             same = other.target == source.target and origins == set(other.names)
-            if same and all(
-                expected[name].shape == tensor.shape for name, tensor in loaded.items()
-            ):
-                return loaded
+            if same and tensor.shape == shape:
+                return tensor
         return None
 
     def list_attention_sources(self, index: int) -> list[WeightSource]:
@@ -276,9 +271,8 @@ class CheckpointStream:
         """
         for source in sources:
             dtype = self.dtype if layer.dtype is None else None
-            loaded = self.weights.load_parameters(source, self.read, dtype, self.device)
-            for name, tensor in loaded.items():
-                layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
+            name = source.target.removeprefix(f"{self._frame.path}.{layer.index}.")
+            layer.tensors[name] = self.weights.load_parameter(source, self.read, dtype, self.device)
 
     def list_stored_names(self, index: int | None) -> list[str]:
         """List the names of the stored tensors of layer ``index``, or of all tensors outside the

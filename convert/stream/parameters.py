@@ -45,7 +45,7 @@ from kvfold.convert.stream.stock import (
 @dataclass(frozen=True)
 class WeightSource:
     """The stored tensors that form one parameter of a model, in order, and the transformers
-    converter that combines or splits them, if any.
+    converter that combines them, if any.
 
     ``converter`` is None if the file contains the parameter itself; ``patterns[i]`` is its pattern
     for ``names[i]``. Sources that form the same parameter from the same stored names are equal,
@@ -71,12 +71,6 @@ class WeightMap:
         # files have either of two tied parameters
         self.tied: dict[str, str] = {**{source: target for target, source in tied.items()}, **tied}
         self.sources = _find_sources(model, self.expected, names)
-        # a converter that splits covers several parameters
-        self._covered = set(self.sources)
-        for source in self.sources.values():
-            if source.converter is not None:
-                first, *others = source.converter.target_patterns
-                self._covered.update(source.target.replace(first, other) for other in others)
         self._float32_modules = {
             *(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -88,7 +82,7 @@ class WeightMap:
         """
         inside = [target for target in self.expected if target.startswith(prefix)]
         missing = [
-            target for target in inside if self._covered.isdisjoint({target, self.tied.get(target)})
+            target for target in inside if {target, self.tied.get(target)}.isdisjoint(self.sources)
         ]
         if missing:
             raise self._make_missing_error(missing)
@@ -111,46 +105,39 @@ class WeightMap:
             missing,
         )
 
-    def load_parameters(
+    def load_parameter(
         self,
         source: WeightSource,
         read: Read,
         dtype: torch.dtype | None,
         device: torch.device | str,
-    ) -> dict[str, Tensor]:
-        """Read the stored tensors of ``source`` and return the parameters that they form, by full
-        name. Their shapes are checked; floating-point parameters are cast to ``dtype``, if it is
-        not None.
+    ) -> Tensor:
+        """Read the stored tensors of ``source`` and return the parameter that they form. Its shape
+        is checked; a floating-point parameter is cast to ``dtype``, if it is not None.
         """
         if source.converter is None:
-            parameters: dict[str, Any] = {source.target: read(source.names[0])}
+            tensor = read(source.names[0])
         else:
             converter = deepcopy(source.converter)
             for name, pattern in zip(source.names, source.patterns, strict=True):
                 converter.add_tensor(source.target, name, pattern, read(name))
-            parameters = converter.convert(
+            (value,) = converter.convert(
                 source.target, model=self.model, config=self.model.config
+            ).values()
+            tensor = value[0] if isinstance(value, list) else value
+        expected = self.expected[source.target]
+        if expected.shape != tensor.shape:
+            raise InputError(
+                f"the model's {source.target} has shape {list(expected.shape)} according to"
+                f" config.json, but {list(tensor.shape)} according to the stored"
+                f" {', '.join(source.names[:3])}; check that both are from the same model"
             )
-        # Each tensor is dropped as soon as it is cast: experts of one layer may be gigabytes.
-        for name in list(parameters):
-            value = parameters.pop(name)
-            tensor: Tensor = value[0] if isinstance(value, list) else value
-            expected = self.expected.get(name, tensor)
-            if expected.shape != tensor.shape:
-                raise InputError(
-                    f"the model's {name} has shape {list(expected.shape)} according to config.json,"
-                    f" but {list(tensor.shape)} according to the stored"
-                    f" {', '.join(source.names[:3])}; check that both are from the same model"
-                )
-            # As from_pretrained does with the modules that a class lists.
-            keeps_float32 = not self._float32_modules.isdisjoint(name.split("."))
-            loaded = torch.float32 if keeps_float32 and dtype is not None else dtype
-            # The next layer's tensors are read while a device still computes: nothing waits for
-            # these to arrive.
-            parameters[name] = tensor.to(
-                device, loaded if tensor.is_floating_point() else None, non_blocking=True
-            )
-        return parameters
+        # As from_pretrained does with the modules that a class lists.
+        if dtype is not None and not self._float32_modules.isdisjoint(source.target.split(".")):
+            dtype = torch.float32
+        # The next layer's tensors are read while a device still computes: nothing waits for these
+        # to arrive.
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
 
     def list_mismatches(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """Return one message for each parameter of the model that is missing from the tensors
@@ -167,7 +154,7 @@ class WeightMap:
             problems += [f"missing: {name}" for name in error.details]
         for source in self.sources.values():
             try:
-                self.load_parameters(source, tensors.__getitem__, torch.float32, "meta")
+                self.load_parameter(source, tensors.__getitem__, torch.float32, "meta")
             except InputError as error:
                 problems.append(error.message.partition("; ")[0])
             # of a converter that joins what does not go together
@@ -222,7 +209,12 @@ def _find_sources(
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    # No supported model has a converter that splits a stored tensor into several parameters.
+    converters = [
+        entry
+        for entry in mapping
+        if isinstance(entry, WeightConverter) and len(entry.target_patterns) == 1
+    ]
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }

@@ -6,9 +6,8 @@ import pytest
 import tiny_models
 import torch
 from helpers.checkpoints import edit_json
-from torch import Tensor
 from transformers import LlamaConfig
-from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
@@ -17,15 +16,6 @@ from kvfold.convert.stream.parameters import WeightMap, load_model
 from kvfold.convert.stream.stock import build_empty_model
 
 CONFIG = LlamaConfig(**tiny_models.SIZES).to_dict()
-FUSED = WeightConverter(
-    source_patterns="self_attn.qkv.weight",
-    target_patterns=[
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ],
-    operations=[Chunk(dim=0)],
-)
 JOINED = WeightConverter(
     source_patterns=["mlp.low.weight", "mlp.high.weight"],
     target_patterns="mlp.up_proj.weight",
@@ -50,19 +40,6 @@ def conversions(monkeypatch):
     return lambda *entries: monkeypatch.setattr(
         weights_of, "get_model_conversion_mapping", lambda model: list(entries)
     )
-
-
-def test_a_fused_tensor_gives_several_parameters(model, tensors, conversions):
-    conversions(FUSED)
-    parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
-    tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
-    weights = WeightMap(model, tensors)
-    found = dict[str, Tensor]()
-    for source in weights.find_sources("model.layers.1."):
-        found |= weights.load_parameters(source, tensors.__getitem__, torch.float32, "cpu")
-    assert len(found) == 9
-    for name, part in zip("qkv", parts, strict=True):
-        assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
 
 
 @pytest.mark.parametrize(
