@@ -28,7 +28,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
     The record of a dry run has no SHA-256 of the source, because no weights are read.
     """
     hashed = {} if measured is None else {"sha256": plan.checkpoint.compute_model_digest()}
-    origins = _map_origins(plan)
+    origins = _map_tensors_to_origins(plan)
     measured = measured or {}
     return {
         "format": 4,
@@ -52,7 +52,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
     }
 
 
-def _map_origins(plan: Plan) -> dict[str, dict[str, Any]]:
+def _map_tensors_to_origins(plan: Plan) -> dict[str, dict[str, Any]]:
     """Map each output tensor to how it came about (``copied``, ``cast``, ``zeros``, or the method
     that computed it), and to the source tensors it came from.
     """

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.cases import read_cases
 from helpers.checkpoints import edit_json, read_json
 from helpers.processes import run_python
 
@@ -34,23 +35,9 @@ def test_help_and_wrong_inputs_import_nothing_heavy(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").touch()
     demo = str(demo_folder())
-    convert = ["convert", demo, "new", "--to", "mqa"]
-    uptrain = ["uptrain", demo, "new", "--text"]
     helps = [[], *([command, "--help"] for command in cli.kvfold.commands)]
-    wrong = {
-        "already exists": ["convert", demo, "folder", "--to", "mqa"],
-        "--calibration nothing.txt: no such file": [*convert, "--calibration", "nothing.txt"],
-        "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
-        "--text nothing.txt: no such file or": [*uptrain, "nothing.txt"],
-        "/nope/model: no such folder": ["convert", "/nope/model", "folder", "--to", "mqa"],
-        "/nope/source: no such folder": ["sweep", "/nope/source", "--out", "folder"],
-        "/nope/start: no such folder": ["uptrain", "/nope/start", "folder", "--text", "words"],
-        "hub id with its owner": ["inspect", "gpt2"],
-        "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
-        "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
-        "/nope/out: no such folder": ["drift", demo, "/nope/out"],
-        "/nope/teacher: no such folder": [*uptrain, "words", "--teacher", "/nope/teacher"],
-    }
+    commands = read_cases(__file__)
+    wrong = {text: line.replace("DEMO", demo).split() for text, line in commands.items()}
     lines = [*helps, *wrong.values(), ["inspect", demo, "--json"]]
     # The last three open a checkpoint, for which numpy and huggingface_hub are needed.
     heavy = [HEAVY] * (len(lines) - 3) + [HEAVY[:2]] * 3

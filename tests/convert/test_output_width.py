@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+from helpers.cases import read_cases
 from helpers.processes import run_kvfold
 
 from kvfold.convert import demo_folder
@@ -22,18 +23,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize(
     "line",
-    [
-        "inspect MODEL",
-        "recipes",
-        "verify out",
-        f"drift MODEL out {TEXT} --quiet",
-        f"drift MODEL out {TEXT} --quiet --layers",
-        "eval MODEL out --samples 2 --lengths 128 --quiet",
-        "bench MODEL out --context 16 --seconds 0 --quiet",
-        f"sweep MODEL --targets gqa:4,mqa,mla:24+8 {TEXT} --quiet",
-        "convert MODEL new --to mla --budget 64 --dry-run",
-        f"convert MODEL new --to mqa --overwrite {TEXT}",
-    ],
+    read_cases(__file__),
 )
 def test_every_line_fits_the_terminal(folder, monkeypatch, line, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
