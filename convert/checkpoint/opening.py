@@ -40,7 +40,7 @@ from kvfold.convert.checkpoint.files import (
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
-from kvfold.convert.errors import InputError, list_some, shorten_repr
+from kvfold.convert.errors import InputError, escape_text, list_some, shorten_repr
 
 if TYPE_CHECKING:
     import torch
@@ -277,7 +277,7 @@ def check_models_can_be_opened(*models: str | None, quiet: bool = True) -> None:
     """
     names = [model for model in models if model is not None]
     if not quiet:
-        print(f"reading {' and '.join(names)}", file=sys.stderr)
+        print(f"reading {escape_text(' and '.join(names))}", file=sys.stderr)
     for name in names:
         open_checkpoint(name).close()
 

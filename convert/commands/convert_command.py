@@ -13,6 +13,7 @@ from kvfold.convert.console import (
     check_output_files,
     print_result,
 )
+from kvfold.convert.errors import escape_text
 from kvfold.convert.request import ConvertRequest
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -60,7 +61,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     from kvfold.convert.conversion.results import describe_baseline
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
-        click.echo(f"reading {request.model}", err=True)
+        click.echo(f"reading {escape_text(request.model)}", err=True)
     with processes.connect_processes(request.device):
         result = convert_checkpoint(request)
         if not processes.is_rank0():

@@ -53,8 +53,13 @@ def test_a_name_that_leaves_no_room_for_the_temporary_folder(kvfold, tmp_path):
 
 
 def test_a_name_that_no_disk_can_hold(kvfold):
-    done = kvfold("inspect", "x" * 5000, status=2)
+    name = "x" * 5000
+    done = kvfold("inspect", name, status=2)
     assert "File name too long" in done.stderr
+    for words in (["drift", name, name], ["convert", name, "out", "--to", "mqa"]):
+        done = kvfold(*words, status=2)
+        assert "no such folder" in done.stderr
+        assert len(done.stderr) < 1000
 
 
 def test_nan_is_told_when_it_is_copied_and_when_it_is_measured(kvfold, model):
