@@ -127,8 +127,10 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         try:
             return _run_uptraining(request, source)
         except BaseException as error:
-            if any(request.training_folder.glob("checkpoint-*")):
-                error.add_note(f"{request.training_folder} is kept: the same command continues")
+            work = request.training_folder
+            # A refusal of the folder says what to do with it.
+            if any(work.glob("checkpoint-*")) and str(work) not in str(error):
+                error.add_note(f"{work} is kept: the same command continues")
             raise
 
 
