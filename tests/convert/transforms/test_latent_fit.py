@@ -15,11 +15,16 @@ from helpers.layers import (
     relative_error,
     turned,
 )
+from torch.testing import assert_close
 
 from kvfold.convert.transforms.distances import DistanceMixture
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.factorization import factor_by_svd, factor_layer
+from kvfold.convert.transforms.latent.factorization import (
+    balance_channels,
+    factor_by_svd,
+    factor_layer,
+)
 from kvfold.convert.transforms.latent.variants import factor_queries
 from kvfold.convert.transforms.weights import Rotary
 
@@ -181,3 +186,36 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
         errors.append(relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1)))
     assert errors[1] < 1e-8 < 1e-3 < errors[0] < 1
+
+
+def test_balanced_channels_hold_as_much_energy_as_their_errors_cost():
+    """Which is where the sum of all costs is least; products of the factors stay as they are."""
+    heads, groups, dim, rope, rank = 4, 2, 6, 4, 5
+    spread = 10 ** normal(7, rope + rank, 1)
+    factors = als.LatentFactors(
+        normal(1, rope + rank, 9) * spread,
+        normal(2, heads, dim, rope + rank),
+        normal(3, groups, dim, rank),
+    )
+    queries = normal(4, heads, dim, 8)
+    queries = queries @ queries.mT
+    metric = normal(5, groups, dim, 8)
+    metric = metric @ metric.mT
+    found = balance_channels(factors, queries, metric)
+    for part in (slice(0, rope), slice(rope, None)):
+        expected = factors.up_keys[..., part] @ factors.down[part]
+        assert_close(found.up_keys[..., part] @ found.down[part], expected)
+    expected = factors.up_values @ factors.down[rope:]
+    assert_close(found.up_values @ found.down[rope:], expected)
+    energy = found.down @ found.down.mT
+    keys = torch.einsum("hdr,hde,hes->rs", found.up_keys, queries, found.up_keys)
+    values = torch.einsum("gdr,gde,ges->rs", found.up_values, metric, found.up_values)
+    latent = energy[rope:, rope:]
+    keys = keys / (keys * energy).sum()
+    cost = keys[rope:, rope:] + values / (values * latent).sum()
+    ratio = latent[0, 0] / cost[0, 0]
+    assert float(latent.trace()) == pytest.approx(1)
+    assert_close(latent, ratio * cost)
+    assert_close(latent, latent.diagonal().sort(descending=True).values.diag())
+    pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (energy, keys)]
+    assert_close(pairs[0], ratio * pairs[1])
