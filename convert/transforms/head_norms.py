@@ -72,9 +72,9 @@ def linearize_norm(
     constant = torch.zeros_like(gain)
     if norm is None:
         return LinearizedNorm(rows, gain[:, 0], gain, constant, None)
-    gain = norm.weight.double() + norm.offset
+    gain = norm.weight.to(rows) + norm.offset
     if norm.bias is not None:
-        constant = norm.bias.double()
+        constant = norm.bias.to(rows)
     rows = subtract_mean(rows, norm)
     if divisor is None:
         divisor = compute_divisors(rows, norm, moment)

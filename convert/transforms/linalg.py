@@ -1,9 +1,9 @@
 """Linear algebra shared by the calibrated transforms: second moments, damped least squares, roots,
 complex pairs.
 
-Everything here is float64. Covariances of queries, keys and values are never computed from stored
-activations: with ``x~ = [x; 1]`` and a projection's bias as its last column, ``E[(W x~)(W x~)^T] =
-W E[x~ x~^T] W^T``.
+Everything is float64, but for products of wide layers (`choose_moment_dtype`). Covariances of
+queries, keys and values are never computed from stored activations: with ``x~ = [x; 1]`` and a
+projection's bias as its last column, ``E[(W x~)(W x~)^T] = W E[x~ x~^T] W^T``.
 """
 
 import torch
@@ -19,8 +19,12 @@ RIDGE = 1e-9
 # Columns per block of a product with a triangular matrix.
 _BLOCK = 512
 
-# `choose_product_dtype`: matrices this small, or with fewer than `_SPARSE` times the dims that are
-# kept, are multiplied in float64. `find_singular_vectors` iterates with `_SPARE` more vectors.
+# With B blocks per side, (B + 1) / 2B of the multiplications for a Gram matrix remain. Chosen.
+_GRAM_BLOCKS = 8
+
+# `choose_moment_dtype`, `choose_product_dtype`: matrices this small, or with fewer than `_SPARSE`
+# times the dims that are kept, are multiplied in float64. `find_singular_vectors` iterates with
+# `_SPARE` more vectors.
 _FULL = 1024
 _SPARSE = 4
 _SPARE = 64
@@ -77,12 +81,12 @@ def whiten_inputs(
     return result
 
 
-def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``weight [n, D, E]`` in float64 with ``bias [n, D]`` (or zeros) appended as a last
+def append_bias(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return ``weight [n, D, E]`` in ``dtype`` with ``bias [n, D]`` (or zeros) appended as a last
     column, ``[n, D, E+1]``.
     """
     column = weight.new_zeros(weight.shape[:-1]) if bias is None else bias
-    return torch.cat((weight.double(), column.double()[..., None].to(weight.device)), -1)
+    return torch.cat((weight.to(dtype), column[..., None].to(weight.device, dtype)), -1)
 
 
 def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
@@ -92,13 +96,24 @@ def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
     return rows[..., :-1], rows[..., -1] if present else None
 
 
-def compute_joint_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return second moments ``[n, D, n, D]`` between all dims of all heads in float64, from
-    projections ``rows [n, D, E+1]`` of whitened inputs (`whiten_inputs`); products are in
-    ``dtype``.
+def compute_joint_moment(rows: Tensor) -> Tensor:
+    """Return second moments ``[n, D, n, D]`` between all dims of all heads, from projections ``rows
+    [n, D, E+1]`` of whitened inputs (`whiten_inputs`).
     """
-    flat = rows.flatten(0, 1).to(dtype)
-    return (flat @ flat.mT).view(*rows.shape[:2], *rows.shape[:2]).double()
+    upper = compute_upper_gram(rows.flatten(0, 1).mT).triu_()
+    return (upper + upper.triu(1).mT).view(*rows.shape[:2], *rows.shape[:2])
+
+
+def compute_upper_gram(rows: Tensor) -> Tensor:
+    """Return ``rows^T rows`` for ``rows [n, m]`` on and above the diagonal, as it is symmetric; it
+    is computed in blocks, and entries below the diagonal have no meaning.
+    """
+    width = rows.shape[1]
+    gram = rows.new_zeros(width, width)
+    size = -(-width // _GRAM_BLOCKS)
+    for start in range(0, width, size):
+        gram[start : start + size, start:] = rows[:, start : start + size].mT @ rows[:, start:]
+    return gram
 
 
 def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
@@ -109,8 +124,8 @@ def compute_output_metric(output: Tensor, kv_heads: int) -> Tensor:
     ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed
     over its query heads.
     """
-    columns = torch.unflatten(output.double(), 1, (kv_heads, -1))  # [E, G, H/G, D]
-    return torch.einsum("egrc,egrd->gcd", columns, columns)
+    columns = torch.unflatten(output.transpose(0, 1), 0, (kv_heads, -1)).flatten(1, 2)
+    return columns.mT @ columns
 
 
 def decompose_symmetric(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,6 +136,13 @@ def decompose_symmetric(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
+def choose_moment_dtype(size: int) -> torch.dtype:
+    """Return float32, in half the time, for second moments from products of matrices of ``size``
+    dims, if these are many; otherwise float64.
+    """
+    return torch.float32 if size > _FULL else torch.float64
+
+
 def choose_product_dtype(rank: int, size: int) -> torch.dtype:
     """Return float32, in half the time, for products of matrices of ``size`` dims of which an
     approximation keeps ``rank``, if these are few of many; otherwise float64.
@@ -128,7 +150,7 @@ def choose_product_dtype(rank: int, size: int) -> torch.dtype:
     An approximation that keeps most dims may be exact, also for inputs that do not occur in the
     text, whose errors the inverse of a covariance multiplies.
     """
-    return torch.float32 if size > _FULL and _SPARSE * rank <= size else torch.float64
+    return choose_moment_dtype(size) if _SPARSE * rank <= size else torch.float64
 
 
 def find_singular_vectors(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,10 +179,12 @@ def compute_metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root and (pseudo-)inverse square root of positive semi-definite matrices
     ``[..., n, n]``.
 
-    Directions whose eigenvalue is below 1e-10 times the largest are treated as absent in both.
+    Directions whose eigenvalue is below 1e-10 times the largest, or is rounding noise, are treated
+    as absent in both.
     """
     values, vectors = decompose_symmetric(metric)
-    present = values > 1e-10 * values[..., :1]
+    least = max(1e-10, 10 * torch.finfo(values.dtype).eps)
+    present = values > least * values[..., :1]
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, torch.inf).rsqrt()

@@ -7,7 +7,6 @@ attention inputs and the layer's weights.
 """
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,11 +18,8 @@ from kvfold.convert import processes
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.head_norms import has_norms, project_with_norms
+from kvfold.convert.transforms.linalg import compute_upper_gram
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
-
-# With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8.
-# Chosen.
-_GRAM_BLOCKS = 4
 
 
 class StatisticsAccumulator:
@@ -59,7 +55,7 @@ class StatisticsAccumulator:
         for kind, weight in weights.items():
             sums[f"{kind}weight"] = weight.sum()
             sums[f"{kind}mean"] = weight @ inputs
-            sums[f"{kind}gram"] = _compute_upper_gram(inputs * weight.sqrt()[:, None])
+            sums[f"{kind}gram"] = compute_upper_gram(inputs * weight.sqrt()[:, None])
         if self._weights is not None:
             normed, divisors = project_with_norms(self._weights, inputs)
             sums["divisors"] = torch.stack([divisors, divisors.square()], -1).sum(0)
@@ -90,18 +86,6 @@ class StatisticsAccumulator:
             averages["divisors"] = sums["divisors"] / sums["weight"]
         profile = sums["profile"] / sums["sequences"]
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
-
-
-def _compute_upper_gram(rows: Tensor) -> Tensor:
-    """Return ``rows^T rows`` for ``rows [n, E]`` on and above the diagonal, as it is symmetric; it
-    is computed in blocks, and entries below the diagonal have no meaning.
-    """
-    width = rows.shape[1]
-    gram = rows.new_zeros(width, width)
-    bounds = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
-    for start, stop in pairwise(bounds):
-        gram[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
-    return gram
 
 
 def compute_queries_and_keys(

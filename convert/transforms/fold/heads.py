@@ -58,8 +58,8 @@ class GroupMoments:
     ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
     first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
     distances (`score_fit.average_dim_rotations`). ``metric [m, D, D]``: the squared length of
-    the layer's output per value (`linalg.compute_output_metric`). All are float64 (``phi``
-    complex).
+    the layer's output per value (`linalg.compute_output_metric`). All have the dtype of the
+    layer's products, float64 or, of wide layers, float32 (``phi`` is complex).
     """
 
     keys: Tensor
@@ -80,10 +80,15 @@ class GroupMoments:
         chosen = torch.as_tensor(heads, device=device)
         repeat = self.query_heads_per_kv_head
         readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
+        keys, values = (
+            # All entries of the group at once: whole rows of heads would be copied first.
+            moments[chosen[:, None], :, chosen].transpose(1, 2)
+            for moments in (self.keys, self.values)
+        )
         return GroupMoments(
-            keys=self.keys[chosen][:, :, chosen],
+            keys=keys,
             queries=self.queries[readers],
-            values=self.values[chosen][:, :, chosen],
+            values=values,
             phi=self.phi[readers],
             metric=self.metric[chosen],
             pairs=self.pairs,
@@ -163,12 +168,13 @@ def apply_metric_root(moments: Tensor, root: Tensor) -> Tensor:
     """Return the second moments ``[m * D, m * D]`` of heads that are each multiplied by ``root [m,
     D, D]``, from their second ``moments [m, D, m, D]``.
     """
-    joint = torch.einsum("jab,jbkc,kdc->jakd", root, moments, root)
-    return joint.flatten(2).flatten(0, 1)
+    half = (root @ moments.flatten(2)).flatten(0, 1)  # one side of the symmetric product
+    return (root @ torch.unflatten(half.mT, 0, moments.shape[:2])).flatten(0, 1)
 
 
 def merge_heads(encode: Tensor, projections: Tensor) -> Tensor:
     """Return the projections of the shared heads, ``[g, D, F]``: the ``projections [g * m, D, F]``
     of each group's heads, multiplied by ``encode [g, m, D, D]`` and summed.
     """
-    return torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(projections, 0, encode.shape[:2]))
+    joint = torch.unflatten(projections.flatten(0, 1), 0, (len(encode), -1))
+    return encode.transpose(1, 2).flatten(2) @ joint

@@ -29,7 +29,7 @@ from kvfold.convert.transforms.fold.score_fit import SCORES, average_dim_rotatio
 from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize_norm, linearize_norms
 from kvfold.convert.transforms.linalg import (
     append_bias,
-    choose_product_dtype,
+    choose_moment_dtype,
     compute_covariance_root,
     compute_input_moment,
     compute_joint_moment,
@@ -44,8 +44,8 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """An attention layer and the second moments of its inputs, queries, keys and values: float64,
-    heads in the source's order.
+    """An attention layer and the second moments of its inputs, queries, keys and values, in the
+    dtype of its products (`linalg.choose_moment_dtype`); heads in the source's order.
 
     weights, rotary: the layer
     moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
@@ -74,15 +74,16 @@ def compute_layer_moments(
     """
     statistics = statistics.to(weights.q.device)
     moment = compute_input_moment(statistics)
-    keys = linearize_norm(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    root = compute_covariance_root(moment)
+    dtype = choose_moment_dtype(len(root))
+    moment = moment.to(dtype)
+    keys = linearize_norm(append_bias(weights.k, weights.k_bias, dtype), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
         # If the heads' keys are divided before the fold, the shared head's norm has less left to
         # divide.
         fitted = linearize_norms(weights, statistics)
-        keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
-    queries = linearize_norm(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    root = compute_covariance_root(moment)
-    dtype = choose_product_dtype(1, len(root))
+        keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias, dtype))
+    queries = linearize_norm(append_bias(weights.q, weights.q_bias, dtype), weights.q_norm, moment)
 
     def whiten(rows: Tensor) -> Tensor:
         """Return projections ``rows [n, D, F]`` on whitened inputs."""
@@ -91,13 +92,14 @@ def compute_layer_moments(
     amplitudes = rotary.expand_amplitude(keys.rows)
     white_queries = whiten(amplitudes * queries.affine)
     # Without an output bias, the values' bias is part of the fit (_fold_value_biases).
-    values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
+    values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias, dtype)
+    phi = average_dim_rotations(statistics.profile, context, rotary, weights.head_dim)
     heads = GroupMoments(
-        keys=compute_joint_moment(whiten(amplitudes * keys.affine), dtype),
+        keys=compute_joint_moment(whiten(amplitudes * keys.affine)),
         queries=white_queries @ white_queries.mT,
-        values=compute_joint_moment(whiten(values), dtype),
-        phi=average_dim_rotations(statistics.profile, context, rotary, weights.head_dim),
-        metric=compute_output_metric(weights.o, weights.kv_heads),
+        values=compute_joint_moment(whiten(values)),
+        phi=phi.to(dtype.to_complex()),
+        metric=compute_output_metric(weights.o.to(dtype), weights.kv_heads),
         pairs=rotary.dims // 2,
     )
     return LayerMoments(weights, rotary, moment, keys, queries, values, heads)
@@ -110,8 +112,7 @@ def fold_heads(
     heads that shared head ``i`` replaces, equally many in each group.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again
-    reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
-    device of the weights.
+    reads KV head ``h // (H // len(groups))``. Returned in float32 on the device of the weights.
     """
     kv = [head for group in groups for head in group]
     repeat = layer_moments.weights.heads // layer_moments.weights.kv_heads
@@ -144,7 +145,7 @@ def _fold_keys(layer_moments: LayerMoments, heads: Sequence[SharedHead]) -> Atte
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
-    pair = torch.eye(layer_moments.heads.pairs, dtype=torch.float64, device=source.q.device)
+    pair = torch.eye(layer_moments.heads.pairs, device=source.q.device).to(layer_moments.moment)
     still = source.head_dim - layer_moments.rotary.dims
     blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
         pair.repeat(2, 2), pair.new_ones(still, still)
@@ -168,11 +169,11 @@ def _fold_values(
     blocks = layer_moments.values.new_ones(source.head_dim, source.head_dim)
     encode, decode = _balance_row_norms(heads, layer_moments.values, blocks)
     decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
-    merged = merge_heads(encode, append_bias(source.v, source.v_bias))
+    merged = merge_heads(encode, append_bias(source.v, source.v_bias, encode.dtype))
     v, v_bias = split_bias(merged, source.v_bias is not None)
-    output = torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
+    output = (source.o.to(decode).transpose(0, 1) @ decode).transpose(0, 1)
     folded = replace(folded, v=v, v_bias=v_bias, o=output)
-    return _fold_value_biases(source, folded, layer_moments.moment[-1, :-1])
+    return _fold_value_biases(source, folded, layer_moments.moment[-1, :-1].double())
 
 
 def _balance_row_norms(
@@ -184,8 +185,8 @@ def _balance_row_norms(
 
     ``blocks [D, D]`` has ones where two dims are in one block, else zeros.
     """
-    encode = torch.stack([head.encode for head in heads])
-    decode = torch.stack([head.decode for head in heads])
+    encode = torch.stack([head.encode for head in heads]).to(projections)
+    decode = torch.stack([head.decode for head in heads]).to(projections)
     before = (projections.square().sum(-1) @ blocks).sqrt()
     before = torch.unflatten(before, 0, encode.shape[:2]).mean(1)
     after = (merge_heads(encode, projections).square().sum(-1) @ blocks).sqrt()
@@ -213,12 +214,12 @@ def _fold_value_biases(
     if source.o_bias is not None:
         # The output bias absorbs the values' bias exactly, which so far passed through the old
         # output projection.
-        moved = before @ v_bias.flatten() - after @ folded.v_bias.flatten()
+        moved = before @ v_bias.flatten() - after @ folded.v_bias.double().flatten()
         return replace(folded, o_bias=source.o_bias.double() + moved)
     # Without an output bias, fit the values' bias by least squares to keep the output at the mean
     # input unchanged.
     wanted = source.v.double() @ mean + v_bias
-    missing = before @ wanted.flatten() - after @ (folded.v @ mean).flatten()
+    missing = before @ wanted.flatten() - after @ (folded.v.double() @ mean).flatten()
     v_bias = torch.linalg.pinv(after, rtol=1e-9) @ missing
     return replace(folded, v_bias=v_bias.reshape(folded.kv_heads, -1))
 

@@ -109,8 +109,10 @@ def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, T
     """Return the second moments of the shared keys, ``<E[k' k'^T]>_h``, and theirs with the
     heads' keys, ``<E[k' k_j^T]>_h``, averaged over distances: both ``[n, D, D]``.
     """
-    shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
-    gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)
+    joint = encode.transpose(0, 1).flatten(1)  # [D, m D]
+    product = joint @ group.keys.flatten(2).flatten(0, 1)
+    gram = average_rotations(product @ joint.mT, group.phi, group.pairs)
+    shared = torch.unflatten(product, 1, (len(encode), -1)).transpose(0, 1)
     return gram, average_rotations(
         shared.repeat_interleave(group.query_heads_per_kv_head, 0), group.phi, group.pairs
     )

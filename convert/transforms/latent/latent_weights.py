@@ -77,7 +77,7 @@ def build_projections(
         keys=amplitudes * append_bias(weights.k, weights.k_bias),
         values=append_bias(weights.v, weights.v_bias),
         divisors=divisors,
-        metric=compute_output_metric(weights.o, weights.kv_heads),
+        metric=compute_output_metric(weights.o.double(), weights.kv_heads),
         scale=weights.head_dim**-0.5 if scale is None else scale,
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import average_rotation_factors, mix_distances
 from kvfold.convert.transforms.latent.latent_weights import LayerProjections, build_projections
 from kvfold.convert.transforms.linalg import (
-    choose_product_dtype,
+    choose_moment_dtype,
     compute_covariance_root,
     compute_input_moment,
     decompose_symmetric,
@@ -157,7 +157,7 @@ def survey_layer(
     moment = compute_input_moment(statistics)
     root = compute_covariance_root(moment)
     projections = build_projections(weights, statistics, rotary, 1.0)
-    dtype = choose_product_dtype(1, len(root))
+    dtype = choose_moment_dtype(len(root))
     queries = whiten_inputs(projections.queries, root, moment[-1], dtype)
     projections = replace(
         projections, keys=whiten_inputs(projections.keys, root, moment[-1], dtype)
