@@ -7,8 +7,8 @@ holds as rounded values.
 
 Keys after RoPE form groups of 32 tokens of one channel, and values groups of 32 channels of one
 token, because keys have channels that are large for every token, and values do not (KIVI, Liu et
-al., 2024, arXiv:2402.02750). A latent model caches one row per token: groups are 32 channels of the
-latent followed by the rotary key. Divisors of key norms (layout ``kvfold``) stay as they are.
+al., 2024, arXiv:2402.02750). Of latent models the rotary key is rounded as keys are, and the latent
+as values are. Divisors of key norms (layout ``kvfold``) stay as they are.
 
 Nothing gets smaller or faster here: the rounded values keep the dtype of the model.
 """
@@ -76,9 +76,8 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]
             rounded = round_rows(rows.flatten(2), self.rounding).view_as(rows).transpose(1, 2)
             return round_channels(keys, self.rounding), rounded
         rope, divisors = values.tensor_split([self.rope_dim], -1)
-        row = round_rows(torch.cat([keys, rope], -1), self.rounding)
-        latent, rope = row.tensor_split([keys.shape[-1]], -1)
-        return latent, torch.cat([rope, divisors], -1)
+        rope = round_channels(rope, self.rounding)
+        return round_rows(keys, self.rounding), torch.cat([rope, divisors], -1)
 
     def count_bits(self) -> int:
         """Return how many bits the tensors take that it holds, rounded; 16 for each divisor."""

@@ -353,7 +353,7 @@ def _count_rounded_bytes(result: ServedModel, bits: int) -> int | None:
     channels do not divide those of a token. Divisors of norms take 16 bits.
     """
     elements = result.count_cache_elements() - result.divisors
-    channels = elements if result.kv_rank else elements // 2
+    channels = result.kv_rank or elements // 2
     if bits not in (8, 16) and channels % 32:
         return None
     return elements * bits // 8 + 2 * result.divisors

@@ -17,7 +17,7 @@ from kvfold.attention.drift.report import measure_drift
 
 ROUNDINGS = ("fp8", "int4")
 LLAMA = {"num_key_value_heads": 2, "head_dim": 16}
-LATENT = {"kv_lora_rank": 28}  # and a rotary key of 4
+LATENT = {"kv_lora_rank": 32}  # and a rotary key of 4
 
 
 def nearest_integer(group, value, steps):
@@ -57,6 +57,15 @@ def test_fp8_has_three_bits_of_mantissa_and_saturates():
 def test_groups_must_divide_the_channels():
     with pytest.raises(CacheRoundingError, match=r"do not divide the 80 .* fp8"):
         round_rows(torch.zeros(1, 80), "int4")
+
+
+def test_a_latent_is_rounded_as_values_are_and_its_rotary_key_as_keys():
+    model = tiny_decoder("deepseek_v3", **LATENT)
+    latent = normal(2, 1, 1, 40, 32)
+    rope = normal(3, 1, 1, 40, 4)
+    rounded = RoundedCache(model.config, "int4").update(latent, rope, 0)
+    assert torch.equal(rounded[0], round_rows(latent, "int4"))
+    assert torch.equal(rounded[1], round_channels(rope, "int4"))
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
