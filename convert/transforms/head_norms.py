@@ -129,7 +129,6 @@ def linearize_norms(
     """
     if not has_norms(weights):
         return weights
-    statistics = statistics.to(weights.q.device)
     constant = weights.q_bias is not None
     queries = slice(weights.heads)
     rows = append_bias(weights.q, weights.q_bias)
@@ -155,7 +154,6 @@ def linearize_norms_by_divisors(
     if not has_norms(weights):
         return weights, None
     assert weights.k_norm is not None
-    statistics = statistics.to(weights.q.device)
     rows = append_bias(weights.k, weights.k_bias)
     keys = _divide_by_constant(rows, weights.k_norm, statistics, slice(weights.heads, None))
     linear = linearize_norms(replace(weights, k_norm=None), statistics, key_constant=key_constant)

@@ -51,7 +51,6 @@ def add_sink_channel(latent: LatentWeights, statistics: LayerStatistics) -> Late
 
     ``statistics`` weigh all tokens equally and include the averages weighted by received attention.
     """
-    statistics = statistics.to(latent.down.device)
     assert statistics.received_gram is not None
     # The generalized eigenproblem received w = lambda gram w, in units in which gram is 1.
     gram = compute_input_moment(statistics, SINK_RIDGE)[:-1, :-1]

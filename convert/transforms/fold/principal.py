@@ -72,7 +72,6 @@ def compute_layer_moments(
     Keys are fitted for all distances below ``context``, the number of positions to support (the
     model's limit, or the layer's window); 0 means the length of the calibration text.
     """
-    statistics = statistics.to(weights.q.device)
     moment = compute_input_moment(statistics)
     root = compute_covariance_root(moment)
     dtype = choose_moment_dtype(len(root))

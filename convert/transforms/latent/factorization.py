@@ -84,7 +84,6 @@ def factor_layer(
     without rotation gets zero rotary keys. Norms on queries and keys are kept, which requires
     ``centered``.
     """
-    statistics = statistics.to(weights.q.device)
     original = build_projections(weights, statistics, rotary, scale, key_constant=True)
     moment = compute_input_moment(statistics)
     mean = moment[-1]

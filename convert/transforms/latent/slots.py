@@ -153,7 +153,6 @@ def survey_layer(
     theta = rotary.theta.double().cpu()
     if not theta.numel():
         return LayerSurvey(theta.new_zeros(0, weights.kv_heads), theta)
-    statistics = statistics.to(weights.q.device)
     moment = compute_input_moment(statistics)
     root = compute_covariance_root(moment)
     projections = build_projections(weights, statistics, rotary, 1.0)

@@ -150,7 +150,7 @@ def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int
     The biases do not change. Exact for ``rank >= min(E, H (N + P))``. A stock class with biases on
     queries needs it: it stores them in a query latent alone.
     """
-    moment = compute_input_moment(statistics.to(latent.down.device))
+    moment = compute_input_moment(statistics)
     root = torch.linalg.cholesky(moment[:-1, :-1])
     rope_key = latent.rope_key.double().expand(latent.heads, -1, -1)
     keys = torch.cat([latent.uk.double() @ latent.down.double(), rope_key], 1)
