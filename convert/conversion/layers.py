@@ -173,7 +173,7 @@ def fit_layer(
             raise
         # Too little memory, or a decomposition that the card's library does not solve.
         if not request.quiet:
-            _print_once(f"the GPU failed to fit a layer, so the CPU does: {error}")
+            _print_once(f"the GPU failed to fit a layer ({type(error).__name__}), so the CPU does")
         if isinstance(layer, FoldLayer):
             layer.pair_losses_cache.clear()
         return fit_on_device(plan.method, layer, torch.device("cpu"))
