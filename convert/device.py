@@ -24,6 +24,7 @@ FLOAT64_PAYS = 1 / 8
 # And the number of timings.
 _TIMED_SHAPE = {"cpu": (128, 1024), "cuda": (1024, 4096)}
 _TIMED = 3
+# Outputs and inputs of the timed product for fits: the widths of 7B and 8B.
 _TIMED_FITS = (4096, 4096)
 
 

@@ -131,10 +131,10 @@ def survey_layers(
     probes = {}
     number = min(source.layers, TRIAL_LAYERS)
     probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
+    device = choose_fit_device(source.device)
     for index in stages.iterate_over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
-        device = choose_fit_device(source.device)
         statistics = statistics.to(device)
         weights = linearize_norms(read_source_layer(plan, index).to(device), statistics)
         rotary = make_layer_rotary(plan.model, index, "short")
