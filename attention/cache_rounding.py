@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvfold.attention.rounding_schemes import CACHE_BITS
+from kvfold.attention.rounding_schemes import CACHE_BITS, GROUP
 
-GROUP = 32
 _LARGEST_FP8 = 448.0  # engines saturate, torch's cast makes NaN
 
 

@@ -1,7 +1,8 @@
 """How engines round their KV cache: bits and words. Does not import torch."""
 
-# Bits of a cached number by how an engine rounds it (`cache_rounding`): 32 numbers share a scale
-# and a zero of 16 bits each.
+# Numbers that share a scale and a zero of 16 bits each.
+GROUP = 32
+# Bits of a cached number by how an engine rounds it (`cache_rounding`), with its share of these.
 CACHE_BITS = {"fp8": 8, "int8": 9, "int4": 5, "int3": 4, "int2": 3}
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.attention.rounding_schemes import CACHE_BITS
+from kvfold.attention.rounding_schemes import CACHE_BITS, GROUP
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
@@ -354,7 +354,7 @@ def _count_rounded_bytes(result: ServedModel, bits: int) -> int | None:
     """
     elements = result.count_cache_elements() - result.divisors
     channels = result.kv_rank or elements // 2
-    if bits not in (8, 16) and channels % 32:
+    if bits not in (8, 16) and channels % GROUP:
         return None
     return elements * bits // 8 + 2 * result.divisors
 
