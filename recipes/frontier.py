@@ -31,7 +31,8 @@ CACHES = {"16 bits": (16, "o")} | {
     for name, marker in (("fp8", "s"), ("int4", "^"), ("int3", "D"), ("int2", "v"))
 }
 # Mid-tones, because the figure is shown on white and on near-black.
-COLORS = {True: "#4C7FB8", False: "#D0703C"}
+ORIGINAL_COLOR = "#4C7FB8"
+RESULT_COLOR = "#D0703C"
 GRAY = "#7C828C"
 
 
@@ -96,7 +97,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
             models, figure.subplots(len(models), squeeze=False)[:, 0], strict=True
         ):
             for row in (row for row in rows if row["model"] == model):
-                color = COLORS[row["checkpoint"] == ORIGINAL]
+                color = ORIGINAL_COLOR if row["checkpoint"] == ORIGINAL else RESULT_COLOR
                 marker = CACHES[row["cache"]][1]
                 axes.plot(row["bytes"], max(row["kl"], 1e-4), marker, color=color, markersize=6)
             axes.set(title=model, xscale="log", yscale="log", ylabel="KL, nats per token")
@@ -107,7 +108,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
             axes.set_xticks([], minor=True)
             axes.grid(alpha=0.3)
         axes.set_xlabel("bytes of the cache per token per layer")
-        names = {ORIGINAL: COLORS[True], "converted by kvfold": COLORS[False]}
+        names = {ORIGINAL: ORIGINAL_COLOR, "converted by kvfold": RESULT_COLOR}
         handles = [Line2D([], [], color=color, label=name, lw=4) for name, color in names.items()]
         handles += [
             Line2D([], [], color=GRAY, marker=marker, label=name, ls="")
