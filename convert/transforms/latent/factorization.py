@@ -18,6 +18,7 @@ exact ``d_g``, whatever the size of the latent (`LatentHeadNorms`). Queries keep
 and their norm.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -207,13 +208,15 @@ def _stack_key_and_value_rows(
 
 def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) -> LatentFactors:
     """Return equivalent ``factors`` in the coordinates in which the rounding of a cache costs
-    least. The latent has unit energy, its channels are in descending order.
+    least. The latent has unit energy.
 
     ``queries [H, D, D]`` are second moments, ``metric [G, D, D]`` is that of the output. Rounding
     adds errors of one size to a group of neighboring channels, in proportion to the largest. If a
     channel of energy ``E`` is multiplied by ``a``, and errors in it cost ``u``, all of them cost
     ``sum(a^2 E) sum(u / a^2)``, which is least for ``a^2 = sqrt(u / E)``. Channels of the latent
-    may mix as well, which makes energies and costs diagonal; those of a rotary pair may not.
+    may mix as well: first so that energies and costs are diagonal, and at last by a discrete
+    Hartley transform, an orthogonal matrix that spreads both evenly, so that no channel makes the
+    errors of its group large. Those of a rotary pair may not.
     """
     rope = factors.rope_dim
     down = factors.down.double()
@@ -235,8 +238,9 @@ def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) ->
     cost, turn = decompose_symmetric(spread.mT @ (keys[rope:, rope:] + values) @ spread)
     size = cost.clamp_min(cost[0] * _FAINTEST).pow(0.25)
     size = torch.where(size > 0, size, 1.0)
-    forth = size[:, None] * (turn.mT @ (axes / root).mT)
-    back = spread @ turn / size
+    mixing = make_hartley_matrix(len(size)).to(size)
+    forth = mixing @ (size[:, None] * (turn.mT @ (axes / root).mT))
+    back = spread @ turn / size @ mixing
     scale = (forth @ down[rope:]).norm()
     scale = torch.where(scale > 0, scale, 1.0)
     pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (keys, moment)]
@@ -248,6 +252,15 @@ def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) ->
         up_keys=torch.cat(factors_of_keys, -1),
         up_values=up_values @ back * scale,
     )
+
+
+def make_hartley_matrix(size: int) -> Tensor:
+    """Return the symmetric orthogonal matrix ``[size, size]`` of the discrete Hartley transform, in
+    float64.
+    """
+    channels = torch.arange(size, dtype=torch.float64)
+    angles = torch.outer(channels, channels) * (2 * math.pi / size)
+    return (angles.cos() + angles.sin()) / math.sqrt(size)
 
 
 def compute_principal_basis(

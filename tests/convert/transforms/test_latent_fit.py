@@ -216,6 +216,7 @@ def test_balanced_channels_hold_as_much_energy_as_their_errors_cost():
     ratio = latent[0, 0] / cost[0, 0]
     assert float(latent.trace()) == pytest.approx(1)
     assert_close(latent, ratio * cost)
-    assert_close(latent, latent.diagonal().sort(descending=True).values.diag())
+    own = torch.linalg.eigvalsh(latent)
+    assert latent.diagonal().max() < 1.5 / rank < own.max()
     pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (energy, keys)]
     assert_close(pairs[0], ratio * pairs[1])
