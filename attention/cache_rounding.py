@@ -10,7 +10,9 @@ token, because keys have channels that are large for every token, and values do 
 al., 2024, arXiv:2402.02750). Of latent models the rotary key is rounded as keys are, and the latent
 as values are. Divisors of key norms (layout ``kvfold``) stay as they are.
 
-Nothing gets smaller or faster here: the rounded values keep the dtype of the model.
+Nothing gets smaller or faster here: the rounded values keep the dtype of the model. Gradients pass
+as if nothing was rounded (the straight-through estimator, Bengio et al., 2013, arXiv:1308.3432), so
+that a model can be trained with the cache that it will have.
 """
 
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvfold.attention.rounding_schemes import CACHE_BITS, GROUP
+from kvfold.attention.rounding_schemes import CACHE_BITS, GROUP, find_rounding_problem
 
 _LARGEST_FP8 = 448.0  # engines saturate, torch's cast makes NaN
 
@@ -94,13 +96,10 @@ def round_rows(rows: Tensor, rounding: str) -> Tensor:
     """Return ``rows [..., n]`` rounded in groups of 32 neighbors; fp8 has no groups. Raises
     CacheRoundingError unless 32 divides ``n``.
     """
+    if problem := find_rounding_problem(rounding, rows.shape[-1]):
+        raise CacheRoundingError(problem)
     if rounding == "fp8":
         return round_to_fp8(rows)
-    if rows.shape[-1] % GROUP:
-        raise CacheRoundingError(
-            f"{rounding} rounds groups of {GROUP} channels, which do not divide the"
-            f" {rows.shape[-1]} of a token in this model; use fp8"
-        )
     groups = torch.unflatten(rows, -1, (-1, GROUP))
     return _round_groups(groups, rounding).flatten(-2)
 
@@ -121,8 +120,8 @@ def round_channels(keys: Tensor, rounding: str) -> Tensor:
 
 def round_to_fp8(values: Tensor) -> Tensor:
     """Return ``values`` rounded to e4m3, saturated at its largest number."""
-    saturated = values.clamp(-_LARGEST_FP8, _LARGEST_FP8)
-    return saturated.to(torch.float8_e4m3fn).to(values.dtype)
+    saturated = values.detach().clamp(-_LARGEST_FP8, _LARGEST_FP8)
+    return _pass_gradient(values, saturated.to(torch.float8_e4m3fn).to(values.dtype))
 
 
 def _round_groups(groups: Tensor, rounding: str) -> Tensor:
@@ -130,10 +129,15 @@ def _round_groups(groups: Tensor, rounding: str) -> Tensor:
     each; the scale and the zero are rounded to float16 first.
     """
     steps = 2 ** int(rounding.removeprefix("int")) - 1
-    low, high = groups.aminmax(dim=-1, keepdim=True)
+    exact = groups.detach()
+    low, high = exact.aminmax(dim=-1, keepdim=True)
     limit = torch.finfo(torch.float16).max
     zero = low.clamp(-limit, limit).half().to(groups.dtype)
     scale = ((high - low) / steps).clamp(max=limit).half().to(groups.dtype)
-    codes = ((groups - zero) / scale.clamp_min(1e-30)).round().clamp(0, steps)
-    rounded: Tensor = codes * scale + zero
-    return rounded
+    codes = ((exact - zero) / scale.clamp_min(1e-30)).round().clamp(0, steps)
+    return _pass_gradient(groups, codes * scale + zero)
+
+
+def _pass_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Return ``rounded``, whose gradient is that of ``exact``."""
+    return exact + (rounded - exact).detach() if exact.requires_grad else rounded

@@ -196,6 +196,11 @@ class ConvertRequest(CalibratedRequest):
         rule="a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'",
         check=lambda value: isinstance(value, int) or parse_number(value),
     )
+    cache: CacheRounding | None = option(
+        None,
+        "Fit, train and measure OUT with a KV cache that the engine rounds (simulated): e4m3 with"
+        " scale 1, or integers in groups of 32.",
+    )
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
@@ -324,6 +329,9 @@ class ConvertRequest(CalibratedRequest):
             if wanted and not method.reads_text:
                 needs = f"needs text, but --method {self.resolved_method} reads none"
                 yield name, f"{format_option(name)} {needs}; omit it, or use --method {DEFAULT}"
+        if self.cache and not self.calibrated:
+            needs = f"has no effect with --method {self.resolved_method}, which reads no text"
+            yield "cache", f"--cache {needs}; omit it, or use --method {DEFAULT}"
         if self.effort:
             yield "effort", "--effort chooses --refine and --polish; omit it, or these two"
 

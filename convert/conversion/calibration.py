@@ -243,11 +243,14 @@ def open_comparison_stage(
 
 @torch.no_grad()
 def measure_checkpoint(
-    checkpoint: Checkpoint, calibration: Calibration, stages: ProgressStages
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    stages: ProgressStages,
+    rounding: str | None = None,
 ) -> DriftReport:
-    """Measure the converted ``checkpoint`` against the source on held-out text: KL
-    divergence and loss, in nats per token. If the calibration has long sequences, also the loss by
-    position.
+    """Measure the converted ``checkpoint`` against the source on held-out text: KL divergence and
+    loss, in nats per token. If the calibration has long sequences, also the loss by position.
+    ``rounding`` is that of the converted model's KV cache.
 
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
@@ -256,7 +259,11 @@ def measure_checkpoint(
     tokens = calibration.tokens
     length = tokens.held_out.shape[1]
     student = CheckpointStream(
-        checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
+        checkpoint.config,
+        checkpoint.read_tensor,
+        list(checkpoint.tensors),
+        source.device,
+        rounding=rounding,
     )
     floor = select_floor_tokens(tokens.held_out)
     with open_comparison_stage(stages, "measure", source, tokens.held_out, floor) as progress:

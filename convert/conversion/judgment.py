@@ -157,7 +157,8 @@ def suggest_next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
     """
     request = plan.request
     if drift is None or judge_drift(drift) == NEAR:
-        return ["kvfold", "drift", request.model, request.out]
+        rounding = ["--cache", request.cache] if request.cache else []
+        return ["kvfold", "drift", request.model, request.out, *rounding]
     further = request_more_training(request) or request_larger_cache(plan)
     if further is not None:
         return format_convert_command(replace(further, overwrite=True))

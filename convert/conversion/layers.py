@@ -72,7 +72,8 @@ def build_student(plan: Plan, calibration: "Calibration") -> "Student":
     """
     from kvfold.convert.walk.walk import Student
 
-    return Student(calibration.source, plan.output, recast=plan.request.dtype != "auto")
+    request = plan.request
+    return Student(calibration.source, plan.output, request.dtype != "auto", request.cache)
 
 
 def convert_layer(

@@ -176,7 +176,7 @@ def complete_output(
                 measure_checkpoint,
             )
 
-            drift = measure_checkpoint(checkpoint, calibration, stages)
+            drift = measure_checkpoint(checkpoint, calibration, stages, plan.request.cache)
             entries = make_record_entries(calibration, notes, drift)
         record = make_record(plan, entries)
         write_small_file(folder / "README.md", render_model_card(plan, record, drift))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.attention.rounding_schemes import GROUP, find_rounding_problem
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import (
     CONFIG,
@@ -267,6 +268,8 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         output = plan_gqa_checkpoint(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
     result = describe_folded_model(model, kv_heads)
+    if problems := list_rounding_problems(request, kv_heads * model.geometry.head_dim):
+        raise InputError(f"the cache of the result cannot be rounded: {problems[0]}")
     return _build_plan(request, checkpoint, model, output, reads, result, None)
 
 
@@ -362,7 +365,11 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
         # Norms that are kept use part of the budget.
         cached = request.budget - count_cached_divisors(model, MlaSpec(request.budget, 0, layout))
         specs = [MlaSpec(cached - rope, rope, layout) for rope in ropes]
-    problems = [list_mla_problems(model, spec, allow_growth=request.allow_growth) for spec in specs]
+    problems = [
+        list_mla_problems(model, spec, allow_growth=request.allow_growth)
+        + list_rounding_problems(request, spec.kv_rank)
+        for spec in specs
+    ]
     possible = [spec for spec, reasons in zip(specs, problems, strict=True) if not reasons]
     if possible:
         return possible
@@ -377,6 +384,12 @@ def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
         )
     problem, *further_problems = problems[0]
     raise InputError(f"this model cannot become MLA: {problem}", further_problems)
+
+
+def list_rounding_problems(request: ConvertRequest, channels: int) -> list[str]:
+    """List why ``--cache`` cannot round values or latents of ``channels`` numbers per token."""
+    problem = request.cache and find_rounding_problem(request.cache, channels)
+    return [f"--cache {problem}, or a size that {GROUP} divides"] if problem else []
 
 
 def list_possible_kv_heads(geometry: ModelSizes) -> list[int]:

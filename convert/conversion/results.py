@@ -171,12 +171,15 @@ def explain_layout(plan: Plan) -> str:
 
 
 def describe_cache(plan: Plan) -> str:
-    """Return the KV-cache elements per token per layer before and after the conversion, and the
-    saving in percent.
+    """Return the KV-cache elements per token per layer before and after the conversion, the saving
+    in percent, and how the loss is measured with a rounded cache.
     """
     before = plan.cache_elements
     after = plan.result.count_cache_elements()
-    return f"{before} -> {after} elements per token per layer, {format_cache_saving(before, after)}"
+    saving = format_cache_saving(before, after)
+    rounding = plan.request.cache
+    rounded = f"; rounded to {rounding} (simulated)" if rounding else ""
+    return f"{before} -> {after} elements per token per layer, {saving}{rounded}"
 
 
 def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:

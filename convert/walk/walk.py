@@ -172,11 +172,16 @@ class Student:
     ``output`` describes the converted checkpoint. Copied tensors are read from the source, computed
     tensors are the last ones passed to ``set_layer_tensors``; all are rounded to the stored
     ``dtypes``. Copied tensors share memory with the source's open layer, unless ``recast`` says
-    that the checkpoint will store another dtype.
+    that the checkpoint will store another dtype. ``rounding`` is that of the student's KV cache
+    (`attention.cache_rounding`).
     """
 
     def __init__(
-        self, source: CheckpointStream, output: OutputCheckpoint, recast: bool = False
+        self,
+        source: CheckpointStream,
+        output: OutputCheckpoint,
+        recast: bool = False,
+        rounding: str | None = None,
     ) -> None:
         self.output = output
         self._planned = {tensor.name: tensor for tensor in output.tensors}
@@ -197,6 +202,7 @@ class Student:
             changed=changed,
             origins=origins,
             autocast=source.autocast,
+            rounding=rounding,
         )
 
     def set_layer_tensors(self, tensors: Mapping[str, Tensor]) -> None:

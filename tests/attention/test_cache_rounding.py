@@ -54,6 +54,16 @@ def test_fp8_has_three_bits_of_mantissa_and_saturates():
     assert round_rows(values, "fp8").tolist() == [1.0, 1.125, -1.125, 448.0, 2.0**-9, 0.0]
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_gradients_pass_as_if_nothing_was_rounded(rounding):
+    rows = normal(2, 3, 64).requires_grad_()
+    weights = normal(3, 3, 64)
+    rounded = round_rows(rows, rounding)
+    assert_close(rounded.detach(), round_rows(rows.detach(), rounding))
+    (rounded * weights).sum().backward()
+    assert torch.equal(rows.grad, weights)
+
+
 def test_groups_must_divide_the_channels():
     with pytest.raises(CacheRoundingError, match=r"do not divide the 80 .* fp8"):
         round_rows(torch.zeros(1, 80), "int4")

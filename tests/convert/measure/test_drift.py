@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from helpers.checkpoints import convert
+from helpers.checkpoints import convert, run_conversion
 
 from kvfold.attention.drift.compare import DriftMeasurement, LayerDrift, PositionRangeDrift
 from kvfold.attention.drift.metrics import format_metrics, make_position_rows, metrics_to_dict
@@ -120,6 +120,28 @@ def test_the_cache_of_out_alone_is_rounded(reader):
     assert report.kl > 0
     assert report.student_cache_bytes == report.source_cache_bytes * 3 // 32
     assert report.to_dict()["cache"]["rounding"] == "int2"
+
+
+def test_a_conversion_trains_and_measures_with_the_cache_that_it_is_asked_for(reader, tmp_path):
+    options = {"to": "mla", "kv_rank": 32, "rope_dim": 4, "samples": 8, "seq_len": 32}
+    exact, rounded = (
+        run_conversion(reader, tmp_path / name, polish=1, cache=cache, **options)
+        for name, cache in (("exact", None), ("rounded", "int2"))
+    )
+    assert rounded.record["polish"]["before"] > 1.5 * exact.record["polish"]["before"]
+    assert rounded.drift.kl > 1.5 * exact.drift.kl
+    assert "rounded to int2 (simulated)" in rounded.summary()
+    assert "--cache int2" in " ".join(rounded.summary().split())
+
+
+def test_a_conversion_rounds_no_cache_that_has_no_such_groups(reader, tmp_path, told):
+    for options in ({"kv_rank": 24, "rope_dim": 4}, {"budget": 24}):
+        with pytest.raises(InputError, match="32 channels") as error:
+            run_conversion(reader, tmp_path / "out", to="mla", cache="int4", **options)
+        told(error.value)
+    with pytest.raises(InputError, match="reads no text") as error:
+        run_conversion(reader, tmp_path / "out", to="mqa", method="mean", cache="int4")
+    told(error.value)
 
 
 def test_groups_that_do_not_divide_the_channels_are_one_line(reader, tmp_path, told):
