@@ -131,21 +131,21 @@ class AttentionScores:
                     (row_end - row, group_end - group, members, last - first, high - low),
                 )
 
-    def allocate_memory(self, blocks: Sequence[ScoreBlock]) -> Tensor:
-        """Return memory for the scores of the largest of ``blocks``, ``[n]``. Blocks that are
+    def allocate_buffer(self, blocks: Sequence[ScoreBlock]) -> Tensor:
+        """Return a buffer for the scores of the largest of ``blocks``, ``[n]``. Blocks that are
         computed one after the other share it, because new memory for each costs page faults.
         """
         size = max([0, *(math.prod(block.shape) for block in blocks)])
         return widen_float16(self.queries[0].new_empty(0)).new_empty(size)
 
-    def compute_scores(self, block: ScoreBlock, memory: Tensor | None = None) -> Tensor:
+    def compute_scores(self, block: ScoreBlock, buffer: Tensor | None = None) -> Tensor:
         """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``, in
-        ``memory [n]`` if it is given.
+        ``buffer [n]`` if it is given.
         """
         batch, groups, members, rows, width = block.shape
         out = None
-        if memory is not None:
-            out = memory[: math.prod(block.shape)].view(batch * groups, members * rows, width)
+        if buffer is not None:
+            out = buffer[: math.prod(block.shape)].view(batch * groups, members * rows, width)
         factors = [
             (self.scale * block.select_queries(query), block.select_keys(key))
             for query, key in zip(self.queries, self.keys, strict=True)
@@ -155,11 +155,11 @@ class AttentionScores:
             scores += multiply_keys(rows_of_part, keys_of_part)
         return scores
 
-    def compute_weights(self, block: ScoreBlock, memory: Tensor | None = None) -> Tensor:
+    def compute_weights(self, block: ScoreBlock, buffer: Tensor | None = None) -> Tensor:
         """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
-        width]``, in ``memory [n]`` if it is given. The row of a query that sees no key is zero.
+        width]``, in ``buffer [n]`` if it is given. The row of a query that sees no key is zero.
         """
-        scores = self.compute_scores(block, memory)
+        scores = self.compute_scores(block, buffer)
         maps = scores.view(block.shape)
         if self.softcap is not None:
             maps.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -231,9 +231,9 @@ def weigh_values(
     query = scores.queries[0]
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     blocks = list(scores.split_into_blocks())
-    memory = None if saved is not None else scores.allocate_memory(blocks)
+    buffer = None if saved is not None else scores.allocate_buffer(blocks)
     for block in blocks:
-        weights = scores.compute_weights(block, memory)
+        weights = scores.compute_weights(block, buffer)
         _write_block_rows(result, block, multiply_values(weights, block.select_keys(value)))
         if saved is not None:
             saved.append(weights)
@@ -287,9 +287,9 @@ class _BlockedAttention(torch.autograd.Function):
         sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
         with torch.autocast(grad.device.type, enabled=False):
             blocks = list(scores.split_into_blocks())
-            memory = None if saved else scores.allocate_memory(blocks)
+            buffer = None if saved else scores.allocate_buffer(blocks)
             for index, block in enumerate(blocks):
-                weights = saved[index] if saved else scores.compute_weights(block, memory)
+                weights = saved[index] if saved else scores.compute_weights(block, buffer)
                 grad_rows = block.select_queries(grad)
                 block.select_keys(value_grad).add_(weights.mT @ grad_rows)
                 change = multiply_keys(grad_rows, block.select_keys(value))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvfold import __version__
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.recipes import recipe_request
+from kvfold.convert.recipes import make_recipe_request
 from kvfold.convert.request import (
     BenchRequest,
     ConvertRequest,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.eval import eval_checkpoints
     from kvfold.convert.measure.inspect import Inspection, inspect_checkpoint
-    from kvfold.convert.measure.sweep import Sweep, sweep_checkpoint
+    from kvfold.convert.measure.sweep import SweepResult, sweep_checkpoint
     from kvfold.convert.measure.verify import Verification, verify_checkpoint
     from kvfold.convert.uptrain.uptraining import Uptrained, uptrain_checkpoint
 
@@ -43,8 +43,8 @@ __all__ = [
     "InputError",
     "Inspection",
     "KvfoldError",
-    "Sweep",
     "SweepRequest",
+    "SweepResult",
     "UptrainRequest",
     "Uptrained",
     "Verification",
@@ -55,7 +55,7 @@ __all__ = [
     "drift_checkpoints",
     "eval_checkpoints",
     "inspect_checkpoint",
-    "recipe_request",
+    "make_recipe_request",
     "sweep_checkpoint",
     "uptrain_checkpoint",
     "verify_checkpoint",
@@ -64,7 +64,7 @@ __all__ = [
 _MODULES = {
     "Conversion": "conversion.results",
     "Inspection": "measure.inspect",
-    "Sweep": "measure.sweep",
+    "SweepResult": "measure.sweep",
     "Uptrained": "uptrain.uptraining",
     "Verification": "measure.verify",
     "bench_checkpoints": "measure.bench",

@@ -64,7 +64,7 @@ def format_recipes() -> str:
     return "\n".join([*format_table(rows), "", note, command])
 
 
-def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
+def make_recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     """The conversion request that a recipe describes (a shipped name or a FILE.toml); ``overrides``
     replace its values.
 
@@ -72,7 +72,8 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     the target, the split or the training removes the recipe's values that are incompatible with it.
     Raises InputError.
 
-    >>> request = recipe_request("llama-2-7b-mla-512-64", model="MODEL", out="OUT", kv_rank=448)
+    >>> options = {"model": "MODEL", "out": "OUT", "kv_rank": 448}
+    >>> request = make_recipe_request("llama-2-7b-mla-512-64", **options)
     >>> request.kv_rank, request.rope_dim
     (448, 64)
     """

@@ -57,13 +57,13 @@ def sum_attention_by_distance_and_key(
     )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
     blocks = list(scores.split_into_blocks(buffers=2))
-    memory = scores.allocate_memory(blocks)
+    buffer = scores.allocate_buffer(blocks)
     for block in blocks:
-        weights = scores.compute_weights(block, memory)
+        weights = scores.compute_weights(block, buffer)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, *block.shape[-2:])
         sums = total[block.batch, block.groups].view(len(maps), -1)
-        add_sums_by_distance(maps, block.queries.start, block.keys.start, sums)
+        add_attention_by_distance(maps, block.queries.start, block.keys.start, sums)
         part = received[block.batch, block.groups, block.keys]
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
@@ -72,28 +72,30 @@ def sum_attention_by_distance_and_key(
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / heads
 
 
-def add_sums_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
+def add_attention_by_distance(
+    weights: Tensor, first_query: int, first_key: int, total: Tensor
+) -> None:
     """Add a block of attention ``weights [maps, rows, width]`` to ``total [maps, 2T]``, whose
     column ``T + d`` sums the pairs with ``key - query = d``.
 
-    ``weights [maps, rows, width]`` are for queries ``first ..`` and keys ``low ..``. Equal
-    distances lie on a diagonal. If each row is shifted one column further right than the row below
-    it, with zeros around it, each diagonal becomes a column. For 4 queries ``a .. d`` and 4 keys,
-    with ``b0`` the second query's weight on the first key::
+    ``weights [maps, rows, width]`` are for queries ``first_query ..`` and keys
+    ``first_key ..``. Equal distances lie on a diagonal. If each row is shifted one column further
+    right than the row below it, with zeros around it, each diagonal becomes a column. For 4 queries
+    ``a .. d`` and 4 keys, with ``b0`` the second query's weight on the first key::
 
         a0 a1 a2 a3        .  .  .  a0 a1 a2 a3
         b0 b1 b2 b3   ->   .  .  b0 b1 b2 b3 .
         c0 c1 c2 c3        .  c0 c1 c2 c3 .  .
         d0 d1 d2 d3        d0 d1 d2 d3 .  .  .
-                          -3 -2 -1  0  1  2  3  + low - first
+                          -3 -2 -1  0  1  2  3  + first_key - first_query
 
     Shifting needs no copy: rows stored 7 = 4 + 4 - 1 apart are read 8 apart, starting 3 before the
     first row.
     """
     maps, rows, width = weights.shape
     pitch = width + rows - 1
-    memory = weights.new_zeros((rows - 1) + maps * rows * pitch)
-    memory[rows - 1 :].view(maps, rows, pitch)[..., :width] = weights
-    aslant = memory.as_strided((maps, rows, pitch), (rows * pitch, pitch + 1, 1))
-    begin = total.shape[1] // 2 - (rows - 1) + low - first
+    padded = weights.new_zeros((rows - 1) + maps * rows * pitch)
+    padded[rows - 1 :].view(maps, rows, pitch)[..., :width] = weights
+    aslant = padded.as_strided((maps, rows, pitch), (rows * pitch, pitch + 1, 1))
+    begin = total.shape[1] // 2 - (rows - 1) + first_key - first_query
     total[:, begin : begin + pitch] += aslant.sum(1)

@@ -125,7 +125,7 @@ class LoadedStream:
                 config._experts_implementation_internal = "eager"
         self._frame = LayerlessModel(copied)
         self.layers = len(self._frame.layers)
-        self._ends = self._convert(copied)
+        self._ends = self._collect_cast_tensors(copied)
         # the arguments of every layer, by the shape of the tokens that were embedded last
         self._recorded: dict[torch.Size, list[LayerArguments]] = {}
 
@@ -150,7 +150,7 @@ class LoadedStream:
             return self._recorded[shape][index]
 
         layer = self._frame.layers[index]
-        yield OpenLayer(index, layer, get_arguments, self._convert(layer))
+        yield OpenLayer(index, layer, get_arguments, self._collect_cast_tensors(layer))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, T, V]`` for ``hidden [B, T, E]``, the residual stream after the last
@@ -167,8 +167,8 @@ class LoadedStream:
         # generation runs in the dtype of the model itself, whatever the stream computes in
         device = next(self.model.parameters()).device
 
-        def run_to_first_layer(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
-            blank = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        def run_to_first_layer(count: int) -> tuple[Tensor, list[LayerArguments]]:
+            blank = torch.zeros(1, count, dtype=torch.long, device=device)
             return self._frame.run_to_first_layer(input_ids=blank, use_cache=True)
 
         return measure_cache_bytes_per_token(self._frame.layers, run_to_first_layer)
@@ -181,7 +181,7 @@ class LoadedStream:
         """
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 
-    def _convert(self, module: nn.Module) -> dict[str, Tensor]:
+    def _collect_cast_tensors(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of ``module`` by name on the stream's device, with parameters of the
         model's dtype cast to the stream's.
         """
@@ -326,17 +326,17 @@ def measure_cache_bytes_per_token(
 ) -> int:
     """Return by how many bytes per token the generation cache grows, summed over all layers.
 
-    ``run_to_first_layer(tokens)`` returns the result of ``LayerlessModel.run_to_first_layer(...,
-    use_cache=True)`` for one sequence; its arguments include the cache object that the stock model
-    creates for generation. The model may be on the meta device.
+    ``run_to_first_layer(count)`` returns the result of ``LayerlessModel.run_to_first_layer(...,
+    use_cache=True)`` for a sequence of ``count`` tokens; its arguments include the cache object
+    that the stock model creates for generation. The model may be on the meta device.
     """
 
     def stop_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         raise StopForward
 
     sizes = []
-    for tokens in (2, 4):
-        hidden, arguments = run_to_first_layer(tokens)
+    for count in (2, 4):
+        hidden, arguments = run_to_first_layer(count)
         caches: set[Cache] = set()
         for layer, call in zip(layers, arguments, strict=True):
             attention = layer.get_submodule(find_attention_name(layer))

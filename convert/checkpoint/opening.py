@@ -377,8 +377,8 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             for name, file in sorted(stored.keys() ^ weight_map.items())
         ]
     if problems:
-        problem_with_weight_file, *further_problems = problems
-        raise InputError(problem_with_weight_file, further_problems)
+        first_problem, *further_problems = problems
+        raise InputError(first_problem, further_problems)
     legacy = entry in LEGACY
     tensors = {info.name: info for info in stored.values()}
     checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)

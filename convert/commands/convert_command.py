@@ -23,7 +23,7 @@ def _build_convert_request(options: dict[str, Any], further: dict[str, Any]) -> 
     """The request from the options of the command line; with ``--recipe``, from the recipe, whose
     values the given options replace.
     """
-    from kvfold.convert.recipes import recipe_request
+    from kvfold.convert.recipes import make_recipe_request
 
     context = click.get_current_context()
     recipe = further.pop("recipe")
@@ -38,7 +38,7 @@ def _build_convert_request(options: dict[str, Any], further: dict[str, Any]) -> 
         for name, value in options.items()
         if context.get_parameter_source(name) in _GIVEN
     }
-    return recipe_request(recipe, **given)
+    return make_recipe_request(recipe, **given)
 
 
 _recipe = click.option(
@@ -58,7 +58,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     check_output_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.conversion.memory import check_memory
-    from kvfold.convert.conversion.results import describe_baseline
+    from kvfold.convert.conversion.results import make_baseline_warning
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {escape_text(request.model)}", err=True)
@@ -76,7 +76,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
             )
         shown = summary if request.dry_run or not request.quiet else ""
         print_result(json_file, result.to_dict, shown)
-        if not shown and (warning := describe_baseline(result.plan)):
+        if not shown and (warning := make_baseline_warning(result.plan)):
             click.echo(f"warning: {warning}", err=True)
         if request.dry_run:
             check_memory(result.plan)

@@ -25,7 +25,7 @@ from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
-    from kvfold.convert.measure.sweep import Sweep
+    from kvfold.convert.measure.sweep import SweepResult
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 
@@ -99,7 +99,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         click.echo(f"\n{converted.summary()}", err=json_file == STDOUT)
 
 
-def summarize_sweep(sweep: "Sweep") -> str:
+def summarize_sweep(sweep: "SweepResult") -> str:
     """The text for the terminal: the source and the text, a line per target, and one command: it
     converts to the smallest target within the limit, or trains the nearest one.
     """

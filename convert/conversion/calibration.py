@@ -32,7 +32,7 @@ from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import format_text_name
+from kvfold.convert.conversion.record import describe_calibration_text
 from kvfold.convert.device import (
     FLOAT64_PAYS,
     choose_autocast_dtype,
@@ -102,7 +102,7 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
             fewer=parse_number(request.polish) is None or request.repeat_text,
             write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
             long_length=min(LONG_LENGTH, plan.geometry.positions),
-            long_count=count_long_sequences(plan),
+            long_count=choose_long_sequence_count(plan),
         )
         for sequences in (tokens.training_sequences, tokens.held_out, tokens.long):
             check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
@@ -111,7 +111,7 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
     tokens = processes.broadcast_from_rank0(load_tokens)
     if not request.quiet:
         count, length = tokens.calibration.shape
-        text = format_text_name(tokens.source)
+        text = describe_calibration_text(tokens.source)
         print(f"calibrating on {count} x {length} tokens of {text}", file=sys.stderr)
         device = choose_device(request.device)
         if choose_fit_device(device) != device:
@@ -123,7 +123,7 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
     return Calibration(open_source_stream(plan, scratch), tokens)
 
 
-def count_long_sequences(plan: Plan) -> int:
+def choose_long_sequence_count(plan: Plan) -> int:
     """Return the number of sequences on which the loss by position is measured: at most four, and
     so many that they take about a tenth of the time of the fit, but at least one. Equal requests
     give equal numbers.

@@ -18,7 +18,7 @@ from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import LIMITS, NEAR, judge_drift
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import format_text_name
+from kvfold.convert.conversion.record import describe_calibration_text
 from kvfold.convert.conversion.results import format_losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
@@ -55,7 +55,7 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
     if drift is not None:
         values |= {
             "positions": make_position_rows(drift),
-            "text": format_text_name(record["calibration"]["source"]),
+            "text": describe_calibration_text(record["calibration"]["source"]),
             "by_text": format_losses_by_text(record),
             "verdict": judge_drift(drift),
             "near": LIMITS[NEAR],

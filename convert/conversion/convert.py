@@ -133,12 +133,12 @@ def _convert_layers(
             weights = fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
         return
-    from kvfold.convert.conversion.layers import convert_layer, open_walk
+    from kvfold.convert.conversion.layers import convert_layer, make_walk
 
     finished = journal.finished_count
     if finished == plan.geometry.layers:
         return  # only polishing and measuring are left
-    walk = open_walk(plan, calibration, plan.request.refine, finished)
+    walk = make_walk(plan, calibration, plan.request.refine, finished)
     for walk_layer in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
         if walk_layer.index < finished:
             walk_layer.advance_student(journal.read_layer(walk_layer.index))

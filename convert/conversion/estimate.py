@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvfold.attention.drift.report import select_floor_tokens
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.layers import convert_layer, open_walk
+from kvfold.convert.conversion.layers import convert_layer, make_walk
 from kvfold.convert.conversion.plan import Plan, list_mla_specs
 from kvfold.convert.conversion.splits import (
     FINALISTS,
@@ -171,10 +171,10 @@ def try_first_layer(plan: Plan, calibration: Calibration) -> LayerTrial:
     source = calibration.source
     length = plan.request.calibration_length
     tokens = calibration.tokens.calibration[: max(1, _TRIAL_TOKENS // length)]
-    if plan.latent is not None:
+    if plan.mla_spec is not None:
         plan = plan.with_rotary_slots(choose_slots_of_all_layers(plan, []))
     text = replace(calibration.tokens, calibration=tokens, held_out=tokens)
-    walk = open_walk(plan, replace(calibration, tokens=text), 1, 0)
+    walk = make_walk(plan, replace(calibration, tokens=text), 1, 0)
     # What is loaded at a first call counts for no layer.
     hidden = embed_tokens(source, tokens[:1, :8])[0]
     with source.open_layer(0) as layer:

@@ -83,7 +83,9 @@ def format_verdict(drift: "DriftReport") -> str:
     return f"{judge_drift(drift)}{', uncertain' * doubtful}"
 
 
-def expect_normal_effort(request: ConvertRequest, loss: "DriftMeasurement") -> LossFigures | None:
+def predict_loss_after_normal_effort(
+    request: ConvertRequest, loss: "DriftMeasurement"
+) -> LossFigures | None:
     """Return the most that ``--effort normal`` is expected to leave of the ``loss`` of a conversion
     that was only fitted; None if it was trained, or its method is not the default.
     """
@@ -116,13 +118,13 @@ def request_larger_cache(plan: Plan) -> ConvertRequest | None:
     key/value heads, or a larger latent. None if there is none.
     """
     request = plan.request
-    if plan.latent is None:
+    if plan.mla_spec is None:
         larger = [
             count for count in list_possible_kv_heads(plan.geometry) if count > plan.result.kv_heads
         ]
         return replace(request, to="gqa", kv_heads=larger[-1]) if larger else None
     cached = plan.result.count_cache_elements()
-    layout = plan.latent.layout
+    layout = plan.mla_spec.layout
     specs = propose_mla_sizes_with_kernels(plan.model, (layout,))
     specs += propose_mla_sizes_by_saving(plan.model, layout)
     budgets = [describe_mla_model(plan.model, spec).count_cache_elements() for spec in specs]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvfold.convert.walk.walk import Student, Walk, WalkLayer
 
 
-def open_walk(
+def make_walk(
     plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int
 ) -> "Walk":
     """Return an iterator over the layers of the source model. It runs the calibration and held-out
@@ -126,7 +126,7 @@ def fit_layer(
     """
     request = plan.request
     model = plan.model
-    spec = plan.latent
+    spec = plan.mla_spec
     layer: FoldLayer | LatentLayer
     if spec is None:
         # Heads that share already were trained to: by default they stay with their neighbors.
@@ -172,7 +172,7 @@ def fit_layer(
     except RuntimeError as error:
         if device.type == "cpu":
             raise
-        # Too little memory, or a decomposition that the card's library does not solve.
+        # Too little memory, or a decomposition that the GPU's library does not solve.
         if not request.quiet:
             _print_once(f"the GPU failed to fit a layer ({type(error).__name__}), so the CPU does")
         if isinstance(layer, FoldLayer):
@@ -255,12 +255,12 @@ def make_refine_settings(plan: Plan, steps: int | str) -> "RefineSettings":
     from kvfold.convert.training.refine import RefineSettings
 
     update = make_attention_update(plan)
-    if plan.latent is None or plan.output.code is not None:
+    if plan.mla_spec is None or plan.output.code is not None:
         return RefineSettings(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
     # weights.
     return RefineSettings(
-        steps, plan.request.seed, update, constant=plan.latent.has_constant_channel
+        steps, plan.request.seed, update, constant=plan.mla_spec.has_constant_channel
     )
 
 

@@ -1,4 +1,4 @@
-"""Estimate the memory of the host and of the card and the disk space, in bytes, that a run needs,
+"""Estimate the memory of the host and of the GPU and the disk space, in bytes, that a run needs,
 and check that there is enough. Does not import torch.
 """
 
@@ -27,12 +27,12 @@ from kvfold.convert.training.budget import (
 
 # Constants of the host are from one fit and refinement of two layers of width 4096;
 # recipes/benchmarks/bench_memory.py measures them. Bytes of libraries: torch alone; with
-# transformers, a tokenizer and a first pass. With CUDA, and of a card its context and workspaces:
+# transformers, a tokenizer and a first pass. With CUDA, and of a GPU its context and workspaces:
 # not measured.
 _BASE = 480 * 10**6
 _BASE_WITH_TEXT = 620 * 10**6
 _BASE_WITH_CUDA = 3 * 10**9
-_CARD = 10**9
+_BASE_ON_GPU = 10**9
 _FLOAT = 4
 _DOUBLE = 8
 # E x E matrices in float64: of a fit from weights alone; of a fit to statistics, with these and
@@ -63,28 +63,28 @@ _UPTRAINED_LOGITS = 8
 # Config, index, card, record and file system blocks.
 _SLACK = 4 << 20
 
-_DEVICES = {"host": "RAM", "card": "memory of the GPU (not measured)"}
+_DEVICES = {"host": "about {} of RAM", "gpu": "an estimated {} of GPU memory"}
 
 
-class Need(NamedTuple):
-    """The bytes that a stage of a run needs on the host and on the card, the option that decides
+class MemoryNeed(NamedTuple):
+    """The bytes that a stage of a run needs on the host and on the GPU, the option that decides
     how many, why, and what needs less.
     """
 
     host: int
-    card: int
+    gpu: int
     field: str
     cause: str
     advice: str
 
 
 class MemoryPeaks(NamedTuple):
-    """The most bytes of memory that one process needs on the host and on the card, which is 0
-    without a card.
+    """The most bytes of memory that one process needs on the host and on the GPU, which is 0
+    without a GPU.
     """
 
     host: int
-    card: int
+    gpu: int
 
 
 class Sizes(NamedTuple):
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
     tokens: of the calibration text that a process runs.
     held_out: of the held-out text.
     length: of a sequence.
-    on_gpu: whether the run computes on a card.
+    on_gpu: whether the run computes on a GPU.
     """
 
     width: int
@@ -151,8 +151,8 @@ def count_trained(plan: Plan) -> int:
     return sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
 
 
-def list_needs(plan: Plan, on_gpu: bool) -> Iterator[Need]:
-    """Yield what each stage of the run of ``plan`` needs, on a CPU or with a card."""
+def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> Iterator[MemoryNeed]:
+    """Yield what each stage of the run of ``plan`` needs, on a CPU or with a GPU."""
     if not plan.request.calibrated:
         yield _estimate_weights_only(plan)
         return
@@ -166,14 +166,14 @@ def list_needs(plan: Plan, on_gpu: bool) -> Iterator[Need]:
         yield _add_libraries(need, on_gpu)
 
 
-def _add_libraries(need: Need, on_gpu: bool) -> Need:
-    """Return ``need`` with what the libraries take; without a card, the host has all of it."""
+def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
+    """Return ``need`` with what the libraries take; without a GPU, the host has all of it."""
     if on_gpu:
-        return need._replace(host=need.host + _BASE_WITH_CUDA, card=need.card + _CARD)
-    return need._replace(host=need.host + need.card + _BASE_WITH_TEXT, card=0)
+        return need._replace(host=need.host + _BASE_WITH_CUDA, gpu=need.gpu + _BASE_ON_GPU)
+    return need._replace(host=need.host + need.gpu + _BASE_WITH_TEXT, gpu=0)
 
 
-def _estimate_weights_only(plan: Plan) -> Need:
+def _estimate_weights_only(plan: Plan) -> MemoryNeed:
     """Return what a run without text needs: one attention layer at a time, on the host."""
     shape = plan.geometry
     width = shape.model_dim
@@ -181,11 +181,11 @@ def _estimate_weights_only(plan: Plan) -> Need:
     read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
     pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
     factoring = _DOUBLE * (_SVD_SQUARES * width**2 + 4 * attention) * 11 // 10
-    host = _BASE + (pooling if plan.latent is None else factoring)
-    return Need(host, 0, "model", "one layer needs", "use a machine with more memory")
+    host = _BASE + (pooling if plan.mla_spec is None else factoring)
+    return MemoryNeed(host, 0, "model", "one layer needs", "use a machine with more memory")
 
 
-def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
+def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[MemoryNeed]:
     """Yield what converting layer by layer needs, and what measuring the result does."""
     request = plan.request
     square = _DOUBLE * sizes.width**2
@@ -205,10 +205,10 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     samples = f"--samples {request.samples} of {sizes.length} tokens"
     less_text = "lower --samples or --seq-len"
     host = states + fitting
-    # One after the other; with a card the fit is there, or on the host of a card that is slow in
+    # One after the other; with a GPU the fit is there, or on the host of a GPU that is slow in
     # float64.
     running = max(running, fitting) if sizes.on_gpu else max(running - fitting, 0)
-    yield Need(
+    yield MemoryNeed(
         host,
         layer + running + statistics,
         "samples",
@@ -217,11 +217,11 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     )
     if request.refine:
         batch = choose_refine_batch_size(sizes.length) * sizes.length
-        # What layers learn, and of a card their inputs too.
+        # What layers learn, and of a GPU their inputs too.
         examples = _FLOAT * sizes.width * tokens * (1 + sizes.on_gpu)
         training = _REFINED * sizes.converted
         training += 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
-        yield Need(
+        yield MemoryNeed(
             states + _LEFT_SQUARES * square * plan.method.reads_text,
             layer + examples + training + statistics,
             "refine",
@@ -231,7 +231,7 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     long = min(LONG_LENGTH, plan.geometry.positions)
     compared = min(_LOGITS[sizes.on_gpu], max(sizes.held_out, long) * sizes.vocabulary)
     ends = 2 * _FLOAT * sizes.head + _LOGIT * compared
-    yield Need(
+    yield MemoryNeed(
         2 * sizes.head + 2 * _FLOAT * sizes.width * sizes.held_out,
         max(ends, 2 * layer),
         "device",
@@ -240,14 +240,14 @@ def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[Need]:
     )
 
 
-def _estimate_text(plan: Plan, sizes: Sizes) -> Need:
+def _estimate_text(plan: Plan, sizes: Sizes) -> MemoryNeed:
     """Return what the source needs to write calibration text: all of its weights and a cache."""
     model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
-    # On a card in 16 bits, as it is stored, unless the request says otherwise.
+    # On a GPU in 16 bits, as it is stored, unless the request says otherwise.
     half = sizes.on_gpu and plan.request.precision != "float32"
     weights = model * (_FLOAT // (1 + half))
     cached = plan.cache_elements * sizes.layers * sizes.length + 4 * sizes.vocabulary
-    return Need(
+    return MemoryNeed(
         weights * sizes.on_gpu,
         weights + _FLOAT * cached * max(1, SELF_TOKENS // sizes.length),
         "calibration",
@@ -256,7 +256,7 @@ def _estimate_text(plan: Plan, sizes: Sizes) -> Need:
     )
 
 
-def _estimate_polishing(plan: Plan, sizes: Sizes) -> Need:
+def _estimate_polishing(plan: Plan, sizes: Sizes) -> MemoryNeed:
     """Return what polishing needs: all frozen weights, and the trained ones with gradients and
     moments.
     """
@@ -276,7 +276,7 @@ def _estimate_polishing(plan: Plan, sizes: Sizes) -> Need:
     else:
         weights = _FLOAT * (frozen + trained)
     logits = _POLISHED_LOGITS * _FLOAT * max(_LOGITS[sizes.on_gpu], sizes.vocabulary)
-    return Need(
+    return MemoryNeed(
         # The source's states, the tensors as they were read, and the best so far.
         _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * sizes.head,
         weights
@@ -304,10 +304,10 @@ def _count_polish_activations(sizes: Sizes) -> int:
 
 def estimate_memory(plan: Plan, on_gpu: bool) -> MemoryPeaks:
     """Return the bytes of memory that each process of the run of ``plan`` needs, on a CPU or with a
-    card. The card's bytes follow from the tensors that lie there, and were not measured.
+    GPU. The GPU's bytes follow from the tensors that lie there, and were not measured.
     """
-    needs = [*list_needs(plan, on_gpu)]
-    return MemoryPeaks(max(need.host for need in needs), max(need.card for need in needs))
+    needs = [*estimate_memory_by_stage(plan, on_gpu)]
+    return MemoryPeaks(max(need.host for need in needs), max(need.gpu for need in needs))
 
 
 def estimate_disk(plan: Plan) -> int:
@@ -324,7 +324,7 @@ def estimate_disk(plan: Plan) -> int:
 
 
 def uses_gpu(plan: Plan) -> bool:
-    """Return whether the run of ``plan`` computes on a card."""
+    """Return whether the run of ``plan`` computes on a GPU."""
     if not plan.request.calibrated:
         return False
     from kvfold.convert.device import choose_device  # imports torch, which takes seconds
@@ -343,36 +343,37 @@ def source_writes_text(plan: Plan) -> bool:
 
 def check_memory(plan: Plan) -> None:
     """Raise InputError if a stage of the run needs more memory than is free on the host or on the
-    card; the message has both numbers and what needs less.
+    GPU; the message has both numbers and what needs less.
     """
     if not plan.request.calibrated:
         return  # what is free is found with torch, which is imported once bytes are copied
     on_gpu = uses_gpu(plan)
     on_cpu = estimate_memory(plan, on_gpu=False).host
-    check_needs(list_needs(plan, on_gpu), on_gpu, on_cpu)
+    check_free_memory(estimate_memory_by_stage(plan, on_gpu), on_gpu, on_cpu)
 
 
-def check_needs(needs: Iterable[Need], on_gpu: bool, on_cpu: int) -> None:
+def check_free_memory(needs: Iterable[MemoryNeed], on_gpu: bool, on_cpu: int) -> None:
     """Raise InputError for the first of ``needs`` that exceeds what is free on the host or, if a
-    run is ``on_gpu``, on the card; ``on_cpu`` is what the host would need without a card.
+    run is ``on_gpu``, on the GPU; ``on_cpu`` is what the host would need without a GPU.
     """
-    free = {name: get_free_memory_bytes(name) for name in ("host", "card")[: 1 + on_gpu]}
+    free = {name: get_free_memory_bytes(name) for name in ("host", "gpu")[: 1 + on_gpu]}
     for need in needs:
         for name, available in free.items():
             needed: int = getattr(need, name)
             if available is None or needed <= available:
                 continue
             advice = need.advice
-            if name == "card" and on_cpu <= (free["host"] or 0):
+            if name == "gpu" and on_cpu <= (free["host"] or 0):
                 advice = f"use --device cpu, which needs {format_bytes(on_cpu)} of RAM"
             raise InputError(
-                f"{need.cause} about {format_bytes(needed)} of {_DEVICES[name]}, but only"
-                f" {format_bytes(available)} are free; {advice}, or use a machine with more",
+                f"{need.cause} {_DEVICES[name].format(format_bytes(needed))}, but only"
+                f" {format_bytes(available)} are free; {advice}, or use a"
+                f" {'machine' if name == 'host' else 'GPU'} with more memory",
                 field=need.field,
             )
 
 
-def estimate_comparison(elements: int, config: Any, tokens: int, on_gpu: bool) -> Need:
+def estimate_comparison_memory(elements: int, config: Any, tokens: int, on_gpu: bool) -> MemoryNeed:
     """Return what `kvfold drift` needs for ``tokens`` tokens and models of ``elements`` weights
     with transformers' ``config``: a layer and the head of both, and their states.
     """
@@ -383,7 +384,7 @@ def estimate_comparison(elements: int, config: Any, tokens: int, on_gpu: bool) -
     running = 2 * layer + chunk * min(layer // width, 32 * width)
     ends = 2 * head + _LOGIT // _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
     states = 2 * tokens * width
-    need = Need(
+    need = MemoryNeed(
         2 * head,
         _FLOAT * (states + max(running, ends)),
         "samples",
@@ -393,9 +394,9 @@ def estimate_comparison(elements: int, config: Any, tokens: int, on_gpu: bool) -
     return _add_libraries(need, on_gpu)
 
 
-def estimate_uptraining(
+def estimate_uptraining_memory(
     elements: int, teacher_bytes: int, config: Any, tokens: int, on_gpu: bool, checkpointing: bool
-) -> Need:
+) -> MemoryNeed:
     """Return what `kvfold uptrain` needs for ``tokens`` tokens at a time and a model of
     ``elements`` weights with transformers' ``config``, with a teacher of ``teacher_bytes``.
     """
@@ -406,7 +407,7 @@ def estimate_uptraining(
     if checkpointing:
         activations = activations // layers + _FLOAT * layers * tokens * width
     logits = _UPTRAINED_LOGITS * _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
-    need = Need(
+    need = MemoryNeed(
         # The best weights so far, at the end.
         _FLOAT * elements,
         _MASTER * elements + teacher_bytes + activations + logits,
@@ -424,7 +425,7 @@ def count_elements(checkpoint: Checkpoint) -> int:
 
 
 def describe_memory(plan: Plan) -> Mapping[str, Any]:
-    """Return the bytes needed and free on the host and on the card, by name; None for a card that
+    """Return the bytes needed and free on the host and on the GPU, by name; None for a GPU that
     is not used, and where the system reports nothing.
     """
     on_gpu = uses_gpu(plan)
@@ -432,8 +433,8 @@ def describe_memory(plan: Plan) -> Mapping[str, Any]:
     return {
         "host_memory_bytes": peaks.host,
         "host_memory_free_bytes": get_free_memory_bytes("host"),
-        "card_memory_bytes": peaks.card if on_gpu else None,
-        "card_memory_free_bytes": get_free_memory_bytes("card") if on_gpu else None,
+        "card_memory_bytes": peaks.gpu if on_gpu else None,
+        "card_memory_free_bytes": get_free_memory_bytes("gpu") if on_gpu else None,
     }
 
 
@@ -445,9 +446,9 @@ def get_free_disk_bytes(plan: Plan) -> int:
 
 
 def get_free_memory_bytes(name: str) -> int | None:
-    """Return the free bytes of memory of the ``"host"`` or the ``"card"``, or None if the system
+    """Return the free bytes of memory of the ``"host"`` or the ``"gpu"``, or None if the system
     does not report them.
     """
     from kvfold.convert.device import choose_device, measure_free_memory
 
-    return measure_free_memory(choose_device("cuda" if name == "card" else "cpu"))
+    return measure_free_memory(choose_device("cuda" if name == "gpu" else "cpu"))

@@ -74,7 +74,7 @@ class Plan:
     model: the source's family with its config.
     geometry: the source's sizes.
     output: the config and the tensors of the output, and how layers are encoded.
-    latent: the split for an MLA target, otherwise None.
+    mla_spec: the split for an MLA target, otherwise None.
     reads: the names of the source tensors that each layer's method reads.
     shards: the output's weight files.
     own_shards: those that this process writes.
@@ -90,7 +90,7 @@ class Plan:
     model: Model
     geometry: ModelSizes
     output: OutputCheckpoint
-    latent: MlaSpec | None
+    mla_spec: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
     shards: tuple[Shard, ...]
     own_shards: tuple[Shard, ...]
@@ -280,14 +280,14 @@ def _build_plan(
     output: OutputCheckpoint,
     reads: Sequence[tuple[str, ...]],
     result: ServedModel,
-    latent: MlaSpec | None,
+    mla_spec: MlaSpec | None,
 ) -> Plan:
     """Return the plan with the given parts, distribute the output tensors over weight files, and
     find which engines can serve the output.
     """
     config = output.config
-    if latent is not None:  # the frequencies, which nothing here depends on, are chosen later
-        theta = [[1.0] * (latent.rope_dim // 2)] * model.geometry.layers
+    if mla_spec is not None:  # the frequencies, which nothing here depends on, are chosen later
+        theta = [[1.0] * (mla_spec.rope_dim // 2)] * model.geometry.layers
         config = output.with_frequencies(theta).config
     names = [tensor.name for tensor in output.tensors]
     if lost := list_lost_properties(model, config, names):
@@ -303,7 +303,7 @@ def _build_plan(
         model=model,
         geometry=model.geometry,
         output=output,
-        latent=latent,
+        mla_spec=mla_spec,
         reads=tuple(reads),
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.get_process_range(len(shards))),

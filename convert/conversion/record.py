@@ -34,7 +34,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
         "format": 4,
         "request": (
             plan.request.collect_result_options()
-            | ({} if plan.latent is None else {"layout": plan.latent.layout})
+            | ({} if plan.mla_spec is None else {"layout": plan.mla_spec.layout})
         ),
         "versions": get_package_versions(),
         "source": {
@@ -74,8 +74,8 @@ def _map_tensors_to_origins(plan: Plan) -> dict[str, dict[str, Any]]:
     return origins
 
 
-def format_text_name(source: str) -> str:
+def describe_calibration_text(name: str) -> str:
     """Return the name of a calibration text for users. Text that the source model generated is
     described in words.
     """
-    return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself", source)
+    return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself", name)

@@ -12,9 +12,9 @@ from kvfold.attention.drift.metrics import format_cache_saving, format_metrics
 from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import (
     NEAR,
-    expect_normal_effort,
     format_verdict,
     judge_drift,
+    predict_loss_after_normal_effort,
     suggest_next_command,
 )
 from kvfold.convert.conversion.memory import (
@@ -23,7 +23,7 @@ from kvfold.convert.conversion.memory import (
     get_free_disk_bytes,
 )
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import format_text_name, make_record
+from kvfold.convert.conversion.record import describe_calibration_text, make_record
 from kvfold.convert.errors import list_some
 from kvfold.convert.formatting import format_bytes, format_duration, format_labeled_rows
 from kvfold.convert.methods.registry import DEFAULT
@@ -130,13 +130,13 @@ class Conversion:
                 *(("by text", line) for line in format_losses_by_text(self.record)),
                 ("verdict", format_verdict(drift)),
             ]
-            expected = expect_normal_effort(plan.request, drift)
+            expected = predict_loss_after_normal_effort(plan.request, drift)
             if expected is not None and self.verdict != NEAR:
                 left = f"{format_metrics(expected)}, {judge_drift(expected)}"
                 rows.append(("expected", f"{left}, with --effort normal"))
         else:
             rows.append(("verdict", "not measured without text, see next"))
-        rows.append(("warning", describe_baseline(plan)))
+        rows.append(("warning", make_baseline_warning(plan)))
         return format_labeled_rows(rows, suggest_next_command(plan, drift))
 
 
@@ -146,7 +146,7 @@ def describe_start(plan: Plan) -> str:
     return format_labeled_rows([("plan", describe_conversion(plan)), ("engines", engines)])
 
 
-def describe_baseline(plan: Plan) -> str:
+def make_baseline_warning(plan: Plan) -> str:
     """Return a warning about a method that reads no text; empty for any other."""
     if plan.method.reads_text:
         return ""
@@ -165,7 +165,7 @@ def explain_layout(plan: Plan) -> str:
     """Return why the result is in layout ``kvfold`` although the user named no layout, or an empty
     string.
     """
-    if plan.latent is None or plan.latent.layout != "kvfold" or plan.request.layout is not None:
+    if plan.mla_spec is None or plan.mla_spec.layout != "kvfold" or plan.request.layout is not None:
         return ""
     return f"kvfold, because no stock MLA class has {list_some(list_stock_limits(plan.model))}"
 
@@ -189,7 +189,9 @@ def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
     lines = []
     for row in record["drift"].get("texts", ()):
         loss = format_metrics(SimpleNamespace(**row))
-        lines.append(f"{format_text_name(row['text'])}: {loss} ({row['sequences']} sequences)")
+        lines.append(
+            f"{describe_calibration_text(row['text'])}: {loss} ({row['sequences']} sequences)"
+        )
     return lines
 
 

@@ -18,7 +18,7 @@ from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import (
     convert_layer,
     count_visible_positions,
-    open_walk,
+    make_walk,
     read_source_layer,
 )
 from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
@@ -94,7 +94,7 @@ class SplitTrial:
         """Return the split and its KL divergences as JSON values; without ``refined_kl`` if it was
         not measured.
         """
-        spec = self.plan.latent
+        spec = self.plan.mla_spec
         assert spec is not None
         values = {"kv_rank": spec.kv_rank, "rope_dim": spec.rope_dim, "kl": self.kl}
         return values | ({} if self.refined_kl is None else {"refined_kl": self.refined_kl})
@@ -153,7 +153,7 @@ def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> li
 
     Without surveys, the choice is a uniform stride over the source's frequencies.
     """
-    spec = plan.latent
+    spec = plan.mla_spec
     assert spec is not None
     thetas = [
         make_layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
@@ -242,7 +242,7 @@ def convert_and_measure_kl(
         calibration=tokens.calibration[: max(1, TRIAL_CALIBRATION // length)],
         held_out=tokens.held_out[: max(1, TRIAL_HELD_OUT // length)],
     )
-    walk = open_walk(plan, replace(calibration, tokens=tokens), refine, plan.geometry.layers)
+    walk = make_walk(plan, replace(calibration, tokens=tokens), refine, plan.geometry.layers)
     for walk_layer in walk:
         if walk_layer.index in survey.statistics:
             walk_layer.statistics, walk_layer.inputs = survey.statistics[walk_layer.index]

@@ -41,7 +41,7 @@ def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWei
 
     def load_attention_tensor(name: str) -> Tensor:
         """The attention module's tensor ``name``, ``[outputs, inputs]`` if it is a weight."""
-        return _transpose_conv1d(attention, read(f"{module}.{name}"))
+        return _transpose_if_conv1d(attention, read(f"{module}.{name}"))
 
     output = load_attention_tensor(f"{attention.o}.weight")
     tensors: dict[str, Any] = {"o": output.reshape(size.model_dim, size.heads, size.head_dim)}
@@ -97,7 +97,7 @@ def make_stored_tensors(
     for suffix, tensor in tensors.items():
         name = f"{attention.format_module_name(layer)}.{suffix}"
         if tensor is not None and not set(roles).isdisjoint(model.tensors[name].roles):
-            result[name] = _transpose_conv1d(attention, tensor).contiguous()
+            result[name] = _transpose_if_conv1d(attention, tensor).contiguous()
     # Nothing may be left out without a word.
     assert result.keys() == set(model.list_attention_tensors(layer, roles))
     return result
@@ -127,7 +127,7 @@ def _join_projection_heads(
     return dict(zip(attention.qkv, rows, strict=True))
 
 
-def _transpose_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
+def _transpose_if_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:
     """``tensor`` transposed if it is a matrix of a class that stores ``[inputs, outputs]``,
     otherwise unchanged.
     """

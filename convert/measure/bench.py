@@ -100,7 +100,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     >>> done.rows[0]["context"], done.rows[0]["ratio"]
     (64, 1.0)
     """
-    subjects = list_benchmarked_models(request)
+    subjects = list_models_to_benchmark(request)
     device = choose_device(request.device)
     # All models run in one dtype, so that their times can be compared.
     dtype = str(request.dtype)
@@ -127,7 +127,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     )
 
 
-def list_benchmarked_models(request: BenchRequest) -> list[BenchmarkedModel]:
+def list_models_to_benchmark(request: BenchRequest) -> list[BenchmarkedModel]:
     """The models that the request times: its checkpoints, then its shape with each kind of
     attention; MLA models both stock and absorbed.
 

@@ -12,7 +12,11 @@ from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.conversion.calibration import open_comparison_stage
-from kvfold.convert.conversion.memory import check_needs, count_elements, estimate_comparison
+from kvfold.convert.conversion.memory import (
+    check_free_memory,
+    count_elements,
+    estimate_comparison_memory,
+)
 from kvfold.convert.device import choose_compute_dtype, choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Progress, ProgressStages
@@ -70,9 +74,10 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         on_gpu = device.type == "cuda"
         elements = max(count_elements(source), count_elements(student))
         needs = [
-            estimate_comparison(elements, config, tokens.numel(), card) for card in (on_gpu, False)
+            estimate_comparison_memory(elements, config, tokens.numel(), gpu)
+            for gpu in (on_gpu, False)
         ]
-        check_needs(needs[:1], on_gpu, needs[1].host)
+        check_free_memory(needs[:1], on_gpu, needs[1].host)
         teacher = open_layer_stream(source, device, request.dtype)
         compared = open_layer_stream(student, device, request.dtype, request.cache)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)

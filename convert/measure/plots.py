@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.measure.sweep import Sweep
+    from kvfold.convert.measure.sweep import SweepResult
 
 _GRAY = "#7C828C"
 _STYLE = Path(__file__).with_name("plots.mplstyle")
@@ -112,7 +112,7 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
     return plot
 
 
-def plot_loss_by_cache(sweep: "Sweep") -> Plot:
+def plot_loss_by_cache(sweep: "SweepResult") -> Plot:
     """A plot of each target's excess loss against its cache size, with 95 % intervals and the
     limit.
     """

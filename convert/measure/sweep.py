@@ -38,15 +38,15 @@ from kvfold.convert.conversion.judgment import (
     LIMITS,
     NEAR,
     LossFigures,
-    expect_normal_effort,
     format_convert_command,
     is_within,
+    predict_loss_after_normal_effort,
     request_more_training,
 )
 from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
-from kvfold.convert.conversion.record import format_text_name, get_package_versions
+from kvfold.convert.conversion.record import describe_calibration_text, get_package_versions
 from kvfold.convert.conversion.splits import SourceSurvey, choose_cache_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import make_model
@@ -101,7 +101,7 @@ class SweepRow:
         """What ``--effort normal`` is expected to leave of the measured loss; None if the sweep
         refined the target.
         """
-        return expect_normal_effort(self.request, self.measured)
+        return predict_loss_after_normal_effort(self.request, self.measured)
 
 
 def _find_smallest(rows: Iterable[SweepRow]) -> SweepRow | None:
@@ -112,7 +112,7 @@ def _find_smallest(rows: Iterable[SweepRow]) -> SweepRow | None:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """The results of a sweep: one row per target, and the limit that a target must meet.
 
     model: the name of the source
@@ -235,7 +235,7 @@ class Sweep:
         }
 
 
-def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
+def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> SweepResult:
     """Fit and measure several targets of a model, the quickest first, without writing a checkpoint.
 
     For example::
@@ -282,8 +282,8 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         check_memory(plan)
         with stages("reading the text and the model"):
             calibration = load_source_and_text(plan, None, stages)
-        folds = {target: plan for target, plan in plans.items() if plan.latent is None}
-        latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
+        folds = {target: plan for target, plan in plans.items() if plan.mla_spec is None}
+        latents = {target: plan for target, plan in plans.items() if plan.mla_spec is not None}
         groups = [group for group in (folds, latents) if group]
         estimates = announce_sweep([group.values() for group in groups], calibration, stages)
         for group, seconds in zip(groups, estimates, strict=True):
@@ -296,12 +296,13 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         checkpoint.check_unchanged()
         tokens = calibration.tokens
         sequences, length = tokens.held_out.shape
-        return Sweep(
+        text = describe_calibration_text(tokens.source)
+        return SweepResult(
             model=request.model,
             sha256=checkpoint.compute_model_digest(),
             kind=plan.source_kind,
             cache_elements=plan.cache_elements,
-            text=f"{sequences} x {length} held-out tokens of {format_text_name(tokens.source)}",
+            text=f"{sequences} x {length} held-out tokens of {text}",
             within=request.within,
             rows=[rows[target] for target in plans],
             seconds=time.monotonic() - started,
@@ -326,7 +327,7 @@ def _fit_and_measure_targets(
     """
     first = next(iter(plans.values()))
     survey = SourceSurvey([], {})
-    if first.latent is not None:
+    if first.mla_spec is not None:
         trials = any(plan.request.budget is not None for plan in plans.values())
         survey = survey_layers(first, calibration, stages, trials)
     teacher = Teacher(
@@ -337,7 +338,7 @@ def _fit_and_measure_targets(
     )
     students = []
     for target, plan in plans.items():
-        if plan.latent is not None:
+        if plan.mla_spec is not None:
             plan, _ = choose_cache_split(plan, calibration, survey, stages)
         walk = Walk(teacher, build_student(plan, calibration))
         students.append(_TargetStudent(target, plan, walk))
@@ -358,7 +359,7 @@ def _fit_and_measure_targets(
     with stages("measure", compared * len(students), "token") as advance:
         for student in students:
             request = student.plan.request
-            if latent := student.plan.latent:
+            if latent := student.plan.mla_spec:
                 request = replace(
                     request, budget=None, kv_rank=latent.kv_rank, rope_dim=latent.rope_dim
                 )

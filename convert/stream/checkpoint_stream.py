@@ -294,11 +294,11 @@ class CheckpointStream:
         stream computes in.
         """
 
-        def embed_with_cache(tokens: int) -> tuple[Tensor, list[LayerArguments]]:
-            """Return the residual stream and the layers' arguments, with a KV cache, for ``tokens``
+        def embed_with_cache(count: int) -> tuple[Tensor, list[LayerArguments]]:
+            """Return the residual stream and the layers' arguments, with a KV cache, for ``count``
             zero embeddings; all tensors are on the meta device.
             """
-            hidden, arguments = self._embed_zeros(tokens, use_cache=True)
+            hidden, arguments = self._embed_zeros(count, use_cache=True)
             calls = [(item.args, item.kwargs) for item in arguments]
             calls = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), calls)
             return hidden.to("meta"), [LayerArguments(*call) for call in calls]

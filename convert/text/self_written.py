@@ -39,7 +39,7 @@ class ChatTurnTokens:
     answered: Sequence[int] = ()
 
 
-def find_turn_tokens(tokenizer: Any, model: str) -> ChatTurnTokens:
+def find_turn_tokens(tokenizer: Any, origin: str) -> ChatTurnTokens:
     """The tokens between the turns of the tokenizer's chat template; without a template, the BOS
     token alone. Raises InputError if there is no BOS token either.
     """
@@ -64,7 +64,7 @@ def find_turn_tokens(tokenizer: Any, model: str) -> ChatTurnTokens:
     raise option_error(
         "calibration",
         "self",
-        f": {model} has neither a chat template nor a BOS token to sample from; use --calibration"
+        f": {origin} has neither a chat template nor a BOS token to sample from; use --calibration"
         " FILE",
     )
 

@@ -26,7 +26,7 @@ _REFINED_TOKENS = 4096
 # 4096.
 BLOCK_STEPS = 256
 # Bytes of activations above which polishing keeps each layer's input alone and runs the layer again
-# for its gradients, in a third more time. Chosen: a small part of the memory of a card.
+# for its gradients, in a third more time. Chosen: a small part of the memory of a GPU.
 MOST_ACTIVATIONS = 4 << 30
 
 

@@ -96,12 +96,12 @@ def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
     return rows[..., :-1], rows[..., -1] if present else None
 
 
-def compute_joint_moment(rows: Tensor) -> Tensor:
-    """Return second moments ``[n, D, n, D]`` between all dims of all heads, from projections ``rows
-    [n, D, E+1]`` of whitened inputs (`whiten_inputs`).
+def compute_moments_between_heads(projections: Tensor) -> Tensor:
+    """Return second moments ``[n, D, n, D]`` between all dims of all heads, from
+    ``projections [n, D, E+1]`` of whitened inputs (`whiten_inputs`).
     """
-    upper = compute_upper_gram(rows.flatten(0, 1).mT).triu_()
-    return (upper + upper.triu(1).mT).view(*rows.shape[:2], *rows.shape[:2])
+    upper = compute_upper_gram(projections.flatten(0, 1).mT).triu_()
+    return (upper + upper.triu(1).mT).view(*projections.shape[:2], *projections.shape[:2])
 
 
 def compute_upper_gram(rows: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def find_singular_vectors(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[
     return squares[:rank].sqrt(), (basis @ turn[:, :rank]).mT
 
 
-def compute_metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
+def compute_metric_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the square root and (pseudo-)inverse square root of positive semi-definite matrices
     ``[..., n, n]``.
 

@@ -42,7 +42,11 @@ from kvfold.convert.checkpoint.files import (
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_shards, write_index
 from kvfold.convert.conversion.card import escape_markdown_value, render_trained_card
-from kvfold.convert.conversion.memory import check_needs, count_elements, estimate_uptraining
+from kvfold.convert.conversion.memory import (
+    check_free_memory,
+    count_elements,
+    estimate_uptraining_memory,
+)
 from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_autocast_dtype, choose_device
 from kvfold.convert.errors import InputError, KvfoldError
@@ -192,7 +196,7 @@ def _check_memory(
     request: UptrainRequest, source: Checkpoint, config: Any, sequences: int, precision: torch.dtype
 ) -> None:
     """Raise InputError if training ``sequences`` sequences at a time needs more memory than is
-    free on the host or on the card. Runs of several processes, which may be sharded, pass.
+    free on the host or on the GPU. Runs of several processes, which may be sharded, pass.
     """
     if world_size() > 1:
         return
@@ -203,12 +207,12 @@ def _check_memory(
     on_gpu = choose_device(request.device).type == "cuda"
     tokens = sequences * request.seq_len
     needs = [
-        estimate_uptraining(
-            count_elements(source), teacher, config, tokens, card, request.gradient_checkpointing
+        estimate_uptraining_memory(
+            count_elements(source), teacher, config, tokens, gpu, request.gradient_checkpointing
         )
-        for card in (on_gpu, False)
+        for gpu in (on_gpu, False)
     ]
-    check_needs(needs[:1], on_gpu, needs[1].host)
+    check_free_memory(needs[:1], on_gpu, needs[1].host)
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:

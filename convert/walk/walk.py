@@ -186,7 +186,7 @@ class Student:
         self.output = output
         self._planned = {tensor.name: tensor for tensor in output.tensors}
         self._read_source = source.read
-        self._put: Mapping[str, Tensor] = {}
+        self._layer_tensors: Mapping[str, Tensor] = {}
         self.dtypes = {name: TORCH_DTYPES[tensor.dtype] for name, tensor in self._planned.items()}
         # The student shares the tensors of the source's open layer that both checkpoints store
         # identically.
@@ -209,13 +209,13 @@ class Student:
         """Set the computed tensors of the converted layer that is run next, named and shaped as in
         the converted files.
         """
-        self._put = tensors
+        self._layer_tensors = tensors
 
     def _read_tensor(self, name: str) -> Tensor:
         """Return the tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
         if planned.source is None:
-            tensor = self._put[name]
+            tensor = self._layer_tensors[name]
         elif isinstance(planned.source, str):
             tensor = self._read_source(planned.source)
         elif planned.sources:

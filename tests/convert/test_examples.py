@@ -28,7 +28,7 @@ QUICK = (
     "UptrainRequest",
     "demo_folder",
     "inspect_checkpoint",
-    "recipe_request",
+    "make_recipe_request",
     "verify_checkpoint",
 )
 SLOW = [name for name in FUNCTIONS if name not in QUICK]

@@ -12,7 +12,7 @@ import pytest
 from helpers.cases import read_cases
 from helpers.checkpoints import hub_config
 
-from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
+from kvfold.convert import ConvertRequest, cli, convert_checkpoint, make_recipe_request
 from kvfold.convert.commands.uptrain_command import uptrain
 from kvfold.convert.conversion import convert
 from kvfold.convert.errors import InputError
@@ -44,7 +44,7 @@ def write(tmp_path, text):
 
 
 def request_of(recipe, **overrides):
-    return recipe_request(recipe, model="m", out="o", **overrides)
+    return make_recipe_request(recipe, model="m", out="o", **overrides)
 
 
 def refused(recipe, **overrides):
@@ -60,7 +60,7 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, out):
     hub = about["model"]
     before = about["cached_before"]
     after = about["cached_after"]
-    request = recipe_request(name, model=str(shapes_of(hub)), out=str(out), dry_run=True)
+    request = make_recipe_request(name, model=str(shapes_of(hub)), out=str(out), dry_run=True)
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.result.count_cache_elements()) == (before, after)
     assert about["saving"] == 1 - after / before
@@ -163,4 +163,4 @@ def test_an_uptraining_line_is_one_that_the_script_takes(name):
 def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
     (shown,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "mine.toml").write_text(shown)
-    assert recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576
+    assert make_recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576

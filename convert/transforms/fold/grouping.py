@@ -18,11 +18,11 @@ from torch import Tensor
 from kvfold.convert.transforms.fold.heads import apply_metric_root
 from kvfold.convert.transforms.fold.principal import LayerMoments
 from kvfold.convert.transforms.fold.score_fit import (
-    compute_score_errors,
+    compute_score_errors_and_energies,
     fit_principal_keys,
     fit_scores,
 )
-from kvfold.convert.transforms.linalg import compute_metric_root
+from kvfold.convert.transforms.linalg import compute_metric_roots
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -58,7 +58,7 @@ class PairLosses:
         pairs = torch.combinations(torch.arange(heads, device=layer_moments.moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
-        roots, _ = compute_metric_root(layer_moments.heads.metric)
+        roots, _ = compute_metric_roots(layer_moments.head_moments.metric)
         measure_pairs = torch.vmap(self._measure_pair, in_dims=(0, None), chunk_size=heads)
         errors, energies, value_errors = measure_pairs(pairs, roots)
         first, second = pairs.unbind(1)
@@ -72,9 +72,9 @@ class PairLosses:
         value_lost[first, second] = value_errors
         mean = layer_moments.values @ layer_moments.moment[-1]
         value_energy = torch.einsum(
-            "gagb,gab->g", layer_moments.heads.values, layer_moments.heads.metric
+            "gagb,gab->g", layer_moments.head_moments.values, layer_moments.head_moments.metric
         )
-        constant = torch.einsum("ga,gab,gb->g", mean, layer_moments.heads.metric, mean)
+        constant = torch.einsum("ga,gab,gb->g", mean, layer_moments.head_moments.metric, mean)
         varying = (value_energy - constant).clamp(min=0)
         value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []
@@ -89,8 +89,8 @@ class PairLosses:
         queries ``[2]``, their score energies ``[2]``, and the error of their values. ``roots [G, D,
         D]`` are the square roots of the heads' metrics.
         """
-        group = self.layer_moments.heads.select_heads(pair)
-        losses = compute_score_errors(
+        group = self.layer_moments.head_moments.select_heads(pair)
+        losses = compute_score_errors_and_energies(
             fit_scores(fit_principal_keys(group), group, PAIR_ROUNDS), group
         )
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)

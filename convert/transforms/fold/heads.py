@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import (
-    compute_metric_root,
+    compute_metric_roots,
     decompose_symmetric,
     multiply_pairs,
 )
@@ -158,7 +158,7 @@ def share_dims(moments: Tensor, metric: Tensor) -> SharedHead:
     is the special case of equal weights.
     """
     count, dims = metric.shape[:2]
-    root, inverse = compute_metric_root(metric)
+    root, inverse = compute_metric_roots(metric)
     _, vectors = decompose_symmetric(apply_metric_root(moments, root))
     basis = vectors[:, :dims].reshape(count, dims, dims)  # head, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)

@@ -69,7 +69,7 @@ def merge_normed_heads(
     if k_norm is not None:
         gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
         rms = torch.unflatten(keys.divisor, 0, (groups, -1)).mean(1)
-        k, shortfall = _solve_projection_before_norm(k, k_norm, gain, rms, moment)
+        k, shortfall = _solve_projection_and_shortfall(k, k_norm, gain, rms, moment)
         k_norm = _replace_norm_weights(k_norm, gain, merged[..., -1] / shortfall[:, None])
         # Queries that read a shared key compensate for its shortfall.
         decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
@@ -80,7 +80,7 @@ def merge_normed_heads(
         after = ((q @ moment) * q).sum(-1) @ blocks
         sizes = torch.where((before > 0) & (after > 0), after / before, 1.0).sqrt()
         gain = queries.gain * _average_if_shared(sizes, q_norm)
-        q, shortfall = _solve_projection_before_norm(q, q_norm, gain, queries.divisor, moment)
+        q, shortfall = _solve_projection_and_shortfall(q, q_norm, gain, queries.divisor, moment)
         constant = (decode.mT @ queries.constant[..., None])[..., 0]
         q_norm = _replace_norm_weights(
             q_norm, gain * _average_if_shared(shortfall, q_norm)[:, None], constant
@@ -88,7 +88,7 @@ def merge_normed_heads(
     return (k, k_norm), (q, q_norm)
 
 
-def _solve_projection_before_norm(
+def _solve_projection_and_shortfall(
     target: Tensor, norm: HeadNorm, gain: Tensor, rms: Tensor, moment: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the projection ``[n, D, F]`` that ``norm`` with ``gain [n, D]`` turns into ``target

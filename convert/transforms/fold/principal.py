@@ -32,7 +32,7 @@ from kvfold.convert.transforms.linalg import (
     choose_moment_dtype,
     compute_covariance_root,
     compute_input_moment,
-    compute_joint_moment,
+    compute_moments_between_heads,
     compute_output_metric,
     split_bias,
     whiten_inputs,
@@ -51,7 +51,7 @@ class LayerMoments:
     moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
     keys, queries: the average linear maps of the projections and their norms
     values: ``[G, D, F]``
-    heads: the moments of all heads
+    head_moments: of the queries, keys and values of all heads
     """
 
     weights: AttentionWeights
@@ -60,7 +60,7 @@ class LayerMoments:
     keys: LinearizedNorm
     queries: LinearizedNorm
     values: Tensor
-    heads: GroupMoments
+    head_moments: GroupMoments
 
 
 def compute_layer_moments(
@@ -93,15 +93,15 @@ def compute_layer_moments(
     # Without an output bias, the values' bias is part of the fit (_fold_value_biases).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias, dtype)
     phi = average_dim_rotations(statistics.profile, context, rotary, weights.head_dim)
-    heads = GroupMoments(
-        keys=compute_joint_moment(whiten(amplitudes * keys.affine)),
+    head_moments = GroupMoments(
+        keys=compute_moments_between_heads(whiten(amplitudes * keys.affine)),
         queries=white_queries @ white_queries.mT,
-        values=compute_joint_moment(whiten(values)),
+        values=compute_moments_between_heads(whiten(values)),
         phi=phi.to(dtype.to_complex()),
         metric=compute_output_metric(weights.o.to(dtype), weights.kv_heads),
         pairs=rotary.dims // 2,
     )
-    return LayerMoments(weights, rotary, moment, keys, queries, values, heads)
+    return LayerMoments(weights, rotary, moment, keys, queries, values, head_moments)
 
 
 def fold_heads(
@@ -126,7 +126,7 @@ def fold_heads(
         queries=layer_moments.queries[q],
         values=layer_moments.values[kv],
     )
-    group_moments = [layer_moments.heads.select_heads(group) for group in groups]
+    group_moments = [layer_moments.head_moments.select_heads(group) for group in groups]
     folded = _fold_keys(ordered, [objective.fit_key_head(group) for group in group_moments])
     folded = _fold_values(
         ordered, folded, [objective.fit_value_head(group) for group in group_moments]
@@ -144,7 +144,9 @@ def _fold_keys(layer_moments: LayerMoments, heads: Sequence[SharedHead]) -> Atte
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
-    pair = torch.eye(layer_moments.heads.pairs, device=source.q.device).to(layer_moments.moment)
+    pair = torch.eye(layer_moments.head_moments.pairs, device=source.q.device).to(
+        layer_moments.moment
+    )
     still = source.head_dim - layer_moments.rotary.dims
     blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
         pair.repeat(2, 2), pair.new_ones(still, still)

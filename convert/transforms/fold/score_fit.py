@@ -118,7 +118,9 @@ def _average_shared_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, T
     )
 
 
-def compute_score_errors(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
+def compute_score_errors_and_energies(
+    head: SharedHead, group: GroupMoments
+) -> tuple[Tensor, Tensor]:
     """Return the squared score error of the shared key ``head`` for each query head, ``[n]``, and
     the error if all scores were zero, ``[n]``.
     """

@@ -139,22 +139,22 @@ class RotationMoments:
 
 
 def make_rotation_moments(
-    distances: DistanceMixture, cached: Tensor, keys: Tensor
+    distances: DistanceMixture, cached_theta: Tensor, key_theta: Tensor
 ) -> tuple[RotationMoments, RotationMoments]:
     """Return the rotation moments of cached rows with themselves, and of cached rows with the
     source's keys.
 
-    ``cached`` and ``keys`` are the frequencies of their rotary pairs, float64.
+    ``cached_theta`` and ``key_theta`` are the frequencies of their rotary pairs, float64.
     """
-    speeds = torch.cat([cached, -cached, keys, -keys, keys.new_zeros(1)])
+    speeds = torch.cat([cached_theta, -cached_theta, key_theta, -key_theta, key_theta.new_zeros(1)])
     distinct, index = torch.unique(speeds, return_inverse=True)
     moments = compute_rotary_moments(distances, distinct)[:, index[:, None], index]
     means = moments[:, :-1, -1]
     variation = moments[:, :-1, :-1] - means[:, :, None] * means[:, None].conj()
-    count = len(cached)
+    count = len(cached_theta)
     rotary = 2 * count
     left = means[:, :count]
-    right = means[:, rotary : rotary + len(keys)]
+    right = means[:, rotary : rotary + len(key_theta)]
     same = RotationMoments(left, left, variation[:, :rotary, :rotary])
     return same, RotationMoments(left, right, variation[:, :rotary, rotary:])
 

@@ -47,7 +47,7 @@ from kvfold.convert.transforms.linalg import (
     choose_product_dtype,
     compute_covariance_root,
     compute_input_moment,
-    compute_metric_root,
+    compute_metric_roots,
     decompose_symmetric,
     find_singular_vectors,
     multiply_pairs,
@@ -198,7 +198,7 @@ def _stack_key_and_value_rows(
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
     energy = torch.unflatten(energy, 0, (-1, projections.query_heads_per_kv_head)).sum(1)
     # A value's unit is the layer's output: M^{1/2} v.
-    metric, _ = compute_metric_root(projections.metric)
+    metric, _ = compute_metric_roots(projections.metric)
     blocks = []
     for block in (rest * energy.sqrt()[..., None], metric @ projections.values):
         rows = block[..., :-1].flatten(0, 1)

@@ -32,17 +32,17 @@ SLOT_UNIFORM = 0.5
 
 @dataclass(frozen=True)
 class RotarySlots:
-    """The rotary keys that latent attention keeps: ``counts[l]`` of them at the frequency of rotary
-    pair ``l``. ``theta [P/2]`` is the frequency of each key in radians per position.
+    """The rotary keys that latent attention keeps: ``keys_per_pair[l]`` of them at the frequency of
+    rotary pair ``l``. ``theta [P/2]`` is the frequency of each key in radians per position.
     """
 
-    counts: tuple[int, ...]
+    keys_per_pair: tuple[int, ...]
     theta: Tensor
 
     @property
     def rope_dim(self) -> int:
         """The number of rotary dims ``P``, two for each key."""
-        return 2 * sum(self.counts)
+        return 2 * sum(self.keys_per_pair)
 
 
 NO_SLOTS = RotarySlots((), torch.empty(0, dtype=torch.float64))
@@ -115,7 +115,7 @@ def split_rotary_keys(
     left = pairs.keys.clone()
     maps = left.new_zeros(*left.shape[:2], slots.rope_dim // 2)  # [G, L, P/2]
     shared: list[Tensor] = []
-    for pair, count in enumerate(slots.counts):
+    for pair, count in enumerate(slots.keys_per_pair):
         scale = pairs.scales[:, pair, None]
         basis = pairs.vectors[pair, :, :count]
         components = basis.mH @ (scale * left[:, pair])
@@ -182,8 +182,8 @@ def choose_rotary_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Rotary
     """Return the ``rope_dim / 2`` slots that preserve the most score energy, averaged over
     the layers of ``surveys``; several may share a frequency.
 
-    These layers use the same frequencies: each keeps its first ``counts[l]`` components at pair
-    ``l``.
+    These layers use the same frequencies: each keeps its first ``keys_per_pair[l]`` components at
+    pair ``l``.
     """
     if not rope_dim:
         return NO_SLOTS
@@ -216,12 +216,14 @@ def spread_rotary_slots(theta: Tensor, rope_dim: int) -> RotarySlots:
     """
     pairs = theta.numel()
     per_pair, rest = divmod(rope_dim // 2, pairs)
-    counts = [per_pair] * pairs
+    keys_per_pair = [per_pair] * pairs
     for index in range(rest):
-        counts[index * pairs // rest] += 1
-    return _make_rotary_slots(counts, theta)
+        keys_per_pair[index * pairs // rest] += 1
+    return _make_rotary_slots(keys_per_pair, theta)
 
 
-def _make_rotary_slots(counts: Sequence[int], theta: Tensor) -> RotarySlots:
-    """Return slots with ``counts[l]`` rotary keys at frequency ``theta[l]``."""
-    return RotarySlots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))
+def _make_rotary_slots(keys_per_pair: Sequence[int], theta: Tensor) -> RotarySlots:
+    """Return slots with ``keys_per_pair[l]`` rotary keys at frequency ``theta[l]``."""
+    return RotarySlots(
+        tuple(keys_per_pair), theta.double().cpu().repeat_interleave(torch.tensor(keys_per_pair))
+    )

@@ -158,13 +158,13 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     ]
     assert all(each["refined_kl"] != each["kl"] for each in finals)
     best = min(finals, key=lambda each: each["refined_kl"])
-    assert done.plan.latent.rope_dim == best["rope_dim"]
+    assert done.plan.mla_spec.rope_dim == best["rope_dim"]
 
 
 def trial(rank, rope, kl, engines=1, refined_kl=None):
     """A trial of a split that so many ``engines`` serve."""
     support = [Mock(engine=str(number), serves=True) for number in range(engines)]
-    plan = Mock(engines=support, latent=Mock(kv_rank=rank, rope_dim=rope))
+    plan = Mock(engines=support, mla_spec=Mock(kv_rank=rank, rope_dim=rope))
     return splits.SplitTrial(plan, kl, refined_kl)
 
 

@@ -14,9 +14,9 @@ from kvfold.convert.conversion.judgment import (
     UNTRAINED,
     WORSE,
     LossFigures,
-    expect_normal_effort,
     format_verdict,
     judge_drift,
+    predict_loss_after_normal_effort,
     suggest_next_command,
 )
 from kvfold.convert.data import demo_folder
@@ -57,8 +57,8 @@ def test_the_next_command_trains_more_then_takes_a_larger_cache(
 
 def test_what_normal_effort_leaves_is_expected_of_fitted_conversions_alone():
     fitted = ConvertRequest("MODEL", "OUT", "mqa")
-    expected = expect_normal_effort(fitted, AWFUL)
+    expected = predict_loss_after_normal_effort(fitted, AWFUL)
     assert expected.excess < AWFUL.excess
     assert AWFUL.agreement < expected.agreement < 1
-    assert expect_normal_effort(replace(fitted, refine=1), AWFUL) is None
-    assert expect_normal_effort(replace(fitted, method="mean"), AWFUL) is None
+    assert predict_loss_after_normal_effort(replace(fitted, refine=1), AWFUL) is None
+    assert predict_loss_after_normal_effort(replace(fitted, method="mean"), AWFUL) is None

@@ -72,21 +72,21 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
     assert needs(config_only).host < 2 * 6.4e9 < min(polished, written)
 
 
-def test_hidden_states_stay_on_the_host_when_a_card_computes(config_only):
-    on_cpu, with_card = (needs(config_only, on_gpu) for on_gpu in (False, True))
-    assert on_cpu.card == 0 < with_card.card < on_cpu.host
+def test_hidden_states_stay_on_the_host_when_a_gpu_computes(config_only):
+    on_cpu, with_gpu = (needs(config_only, on_gpu) for on_gpu in (False, True))
+    assert on_cpu.gpu == 0 < with_gpu.gpu < on_cpu.host
     states = 4 * 4 * 128 * 512 * 4096
-    assert with_card.host > states
+    assert with_gpu.host > states
 
 
 @pytest.fixture
 def check(config_only, monkeypatch):
-    """Check the memory of a machine with so many free GB, of a card if ``card`` is given."""
+    """Check the memory of a machine with so many free GB, of a GPU if ``gpu`` is given."""
 
-    def check(host, card=None, **options):
-        free = {"host": host, "card": card}
+    def check(host, gpu=None, **options):
+        free = {"host": host, "gpu": gpu}
         monkeypatch.setattr(memory, "get_free_memory_bytes", lambda name: free[name] * 10**9)
-        monkeypatch.setattr(memory, "uses_gpu", lambda plan: card is not None)
+        monkeypatch.setattr(memory, "uses_gpu", lambda plan: gpu is not None)
         request = ConvertRequest(model=config_only, out="OUT", **{**FOLD, **options})
         memory.check_memory(make_plan(request, checkpoint_from_config(request.model)))
 
@@ -110,7 +110,7 @@ def test_too_little_memory_is_blamed_on_the_option_that_needs_it(
         check(free, **options)
 
 
-def test_a_card_that_is_too_small_is_told_from_too_little_ram(check, refused):
+def test_a_gpu_that_is_too_small_is_told_from_too_little_ram(check, refused):
     check(40, 40)
     for host, advice in ((40, "--device cpu"), (6, "--seq-len")):
         with refused(advice):

@@ -183,9 +183,9 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
     capsys.readouterr()
     fitted = []
     gather = walk.gather_statistics
-    walks = Mock(wraps=layers.open_walk)
+    walks = Mock(wraps=layers.make_walk)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "open_walk", walks)
+        patch.setattr(layers, "make_walk", walks)
         patch.setattr(
             walk,
             "gather_statistics",

@@ -36,7 +36,7 @@ def test_every_kind_of_a_shape_is_measured():
 
 
 def test_absorbed_models_decode_over_their_latents():
-    absorbed = bench.list_benchmarked_models(BenchRequest(shape="tiny"))[3]
+    absorbed = bench.list_models_to_benchmark(BenchRequest(shape="tiny"))[3]
     model = bench.load_benchmarked_model(absorbed, torch.float32, torch.device("cpu"))
     assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedYoutuAttention"
 

@@ -45,14 +45,14 @@ def test_choice_takes_the_worth_of_all_layers():
     first = LayerSurvey(torch.tensor([[0.4, 0.3], [0.1, 0.0], [0.1, 0.1]]), theta)
     second = LayerSurvey(torch.tensor([[0.0, 0.0], [0.9, 0.0], [0.1, 0.0]]), theta)
     chosen = rope_slots.choose_rotary_slots([first, second], 6)
-    assert chosen.counts == (2, 1, 0)
+    assert chosen.keys_per_pair == (2, 1, 0)
     assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
 
 
 def test_stride_is_uniform_and_fills_up_evenly():
     theta = torch.arange(8, 0, -1, dtype=torch.float64)
-    assert rope_slots.spread_rotary_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
-    assert rope_slots.spread_rotary_slots(theta, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
+    assert rope_slots.spread_rotary_slots(theta, 8).keys_per_pair == (1, 0, 1, 0, 1, 0, 1, 0)
+    assert rope_slots.spread_rotary_slots(theta, 24).keys_per_pair == (2, 1, 2, 1, 2, 1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     worth = torch.full((8, 1), 0.1)
     worth[[heavy, 2 * heavy]] = 1.0
     chosen = rope_slots.choose_stepped_rotary_slots([LayerSurvey(worth, theta)], 6)
-    assert chosen.counts == counts
+    assert chosen.keys_per_pair == counts
     assert find_rope_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

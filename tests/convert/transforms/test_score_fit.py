@@ -63,7 +63,7 @@ def test_lost_energy_is_the_objective(dims):
     start, group, profile, rot = case(dims)
     fitted = score_fit.fit_scores(start, group)
     weights = dense_distances(profile, CONTEXT)
-    lost, total = score_fit.compute_score_errors(fitted, group)
+    lost, total = score_fit.compute_score_errors_and_energies(fitted, group)
     assert lost.sum().item() == pytest.approx(objective(fitted, group, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
     assert total.sum().item() == pytest.approx(objective(nothing, group, weights, rot), rel=1e-9)
