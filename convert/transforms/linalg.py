@@ -206,17 +206,20 @@ def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     return solution
 
 
-def fit_output_projection(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
+def fit_output_projection(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     """Return the output projection ``W [E, n]`` that maps the heads' results best to the target of
     a ridge regression, which prefers weights near ``present [E, n]``.
 
     It minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2`` for the results ``z`` of the
-    heads. ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, both
-    float64; ``e`` is the mean energy of the dims of ``z``. The solution is
+    heads. ``gram [n, n] = E[z z^T]`` and ``cross [E, n] = E[target z^T]``, both float64; ``e`` is
+    the mean energy of the dims of ``z``. The solution is
 
-        W = present + missing (gram + OUTPUT_RIDGE e I)^-1
+        W = (cross + OUTPUT_RIDGE e present) (gram + OUTPUT_RIDGE e I)^-1
     """
-    return present + solve_damped(gram, missing.mT, OUTPUT_RIDGE).mT
+    energy = gram.diagonal().mean()
+    ridge = OUTPUT_RIDGE * torch.where(energy > 0, energy, 1.0)
+    damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.cholesky_solve((cross + ridge * present).mT, torch.linalg.cholesky(damped)).mT
 
 
 def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:

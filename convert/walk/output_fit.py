@@ -121,9 +121,9 @@ def refit_output_projection(
         chunks = zip(teacher.calibration, teacher.attention, walk_layer.calibration, strict=True)
         regressions = _yield_regressions(layer, weights, present, update, chunks)
         with student.stream.use_training_precision():
-            gram, missing = _sum_regressions(layer, present, update, regressions)
+            gram, cross = _sum_regressions(layer, present, update, regressions)
         fitted = processes.broadcast_from_rank0(
-            lambda: _fit_if_better(layer, present, update, gram, missing, chain([first], held_out))
+            lambda: _fit_if_better(layer, present, update, gram, cross, chain([first], held_out))
         )
     if fitted is None:
         return weights
@@ -158,11 +158,12 @@ def _yield_regressions(
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
-            # A property of the layer, independent of its inputs: checking one chunk is enough.
-            explained = heads.double() @ present.mT
-            energy = output.attention.double().square().sum()
-            checked = explained.shape == output.attention.shape
-            if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
+            # A property of the layer, independent of its inputs: checking one sequence is enough.
+            explained = heads[:1] @ present.to(heads).mT
+            expected = output.attention[:1]
+            checked = explained.shape == expected.shape
+            energy = expected.to(wide).square().sum()
+            if not checked or (explained - expected).square().sum() > _UNEXPLAINED * energy:
                 return
         before, attention, student_before = (
             states.to(heads.device) for states in (before, attention, student_before)
@@ -180,8 +181,8 @@ def _sum_regressions(
     update: AttentionUpdate,
     regressions: Iterator[_Regression],
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of
-    all processes; ``z`` are the heads' results.
+    """Return the weighted means of ``z z^T`` and ``target z^T`` over the sequences of all
+    processes; ``z`` are the heads' results.
     """
     count = len(present[0])
     gram = present.new_zeros(count, count)
@@ -200,7 +201,7 @@ def _sum_regressions(
         total += weight.double().sum()
     processes.all_reduce([gram, cross, total])
     total = torch.where(total != 0, total, 1.0)
-    return gram / total, (cross - present @ gram) / total
+    return gram / total, cross / total
 
 
 def _fit_if_better(
@@ -208,18 +209,21 @@ def _fit_if_better(
     present: Tensor,
     update: AttentionUpdate,
     gram: Tensor,
-    missing: Tensor,
+    cross: Tensor,
     held_out: Iterable[_Regression],
 ) -> Tensor | None:
     """Return the refitted output projection ``[E, n]``; None if its weighted squared error on
     ``held_out`` is not below that of ``present``.
     """
-    fitted = fit_output_projection(present, gram, missing)
+    fitted = fit_output_projection(present, gram, cross)
     gain = 0.0
     # One chunk is in memory at a time.
     for heads, target, weight in held_out:
         before, after = (
-            (target.double() - update.apply_norm(layer, heads.double() @ output.mT)).square().sum(1)
+            (target - update.apply_norm(layer, heads @ output.to(heads).mT))
+            .square()
+            .sum(1)
+            .double()
             @ weight.double()
             for output in (present, fitted)
         )

@@ -50,9 +50,7 @@ def test_it_minimizes_the_damped_objective():
     target = normal(2, 200, 5)
     present = normal(3, 5, 12)
     gram = heads.mT @ heads / 200
-    found = fit_output_projection(
-        present, gram, (target - heads @ present.mT).mT @ heads / 200
-    ).requires_grad_()
+    found = fit_output_projection(present, gram, target.mT @ heads / 200).requires_grad_()
     damping = linalg.OUTPUT_RIDGE * gram.diagonal().mean()
     loss = (target - heads @ found.mT).square().sum() / 200 + damping * (
         found - present
