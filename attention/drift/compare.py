@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ _GPU_LOGITS = 1 << 26
 _NEGLIGIBLE = -80.0
 # tokens of the first stretch of positions
 _FIRST = 64
+
+Figure = TypeVar("Figure", Tensor, float)
 
 # progress(tokens, heads): so many more tokens have passed a layer of one of the models or, if
 # ``heads`` is true, the output heads of both.
@@ -58,6 +61,25 @@ class PositionRangeDrift:
     kl: float
     kl_margin: float | None
     sequences: int
+
+
+class PredictionFigures(NamedTuple, Generic[Figure]):
+    """What `sum_prediction_drift` measures at each position; also sums and means of it.
+
+    kl: KL(p || p') between next-token distributions, in nats
+    agreement: 1 where the same token is most likely
+    teacher_loss, student_loss: negative log-likelihoods of the next token, in nats
+    """
+
+    kl: Figure
+    agreement: Figure
+    teacher_loss: Figure
+    student_loss: Figure
+
+    @property
+    def excess(self) -> Figure:
+        """The excess loss: student loss minus teacher loss."""
+        return self.student_loss - self.teacher_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +193,9 @@ def compare_predictions(
     sums = []
     for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
-        by_stretch = torch.zeros(len(bounds), 4, len(tokens), dtype=torch.float64)
+        by_stretch = torch.zeros(
+            len(bounds), len(PredictionFigures._fields), len(tokens), dtype=torch.float64
+        )
         for stretch, (first, last) in enumerate(bounds):
             span = slice(first - 1, last - 1)
             for block in split_logits(hidden[:, span], vocabulary, teacher.device):
@@ -182,29 +206,31 @@ def compare_predictions(
                 by_stretch[stretch][:, block[0]] += drift.cpu()
                 progress(targets.numel())
         sums.append(by_stretch)
-    by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]
+    by_stretch = torch.cat(sums, 2)  # [stretches, figures, N]
     stretches = []
     for (first, last), values in zip(bounds, by_stretch, strict=True):
-        kl, _, loss, student_loss = values / (last - first)  # [N] each
-        excess = student_loss - loss
-        figures = (
-            float(excess.mean()),
-            compute_margin(excess),
-            float(kl.mean()),
-            compute_margin(kl),
+        figures = PredictionFigures(*(values / (last - first)))  # [N] each
+        drift_of_range = PositionRangeDrift(
+            start=first,
+            end=last,
+            excess=float(figures.excess.mean()),
+            excess_margin=compute_margin(figures.excess),
+            kl=float(figures.kl.mean()),
+            kl_margin=compute_margin(figures.kl),
+            sequences=len(figures.kl),
         )
-        stretches.append(PositionRangeDrift(first, last, *figures, sequences=len(kl)))
-    kl, agreement, loss, student_loss = by_stretch.sum(0) / labels.shape[1]
-    excess = student_loss - loss
+        stretches.append(drift_of_range)
+    figures = PredictionFigures(*(by_stretch.sum(0) / labels.shape[1]))
+    means: dict[str, Any] = {
+        name: float(values.mean()) for name, values in figures._asdict().items()
+    }
+    by_sequence = torch.stack([figures.kl, figures.excess, figures.student_loss], 1)
     return DriftMeasurement(
-        kl=float(kl.mean()),
-        agreement=float(agreement.mean()),
-        teacher_loss=float(loss.mean()),
-        student_loss=float(student_loss.mean()),
-        kl_margin=compute_margin(kl),
-        excess_margin=compute_margin(excess),
+        **means,
+        kl_margin=compute_margin(figures.kl),
+        excess_margin=compute_margin(figures.excess),
         stretches=tuple(stretches),
-        by_sequence=tuple(zip(kl.tolist(), excess.tolist(), student_loss.tolist(), strict=True)),
+        by_sequence=tuple(map(tuple, by_sequence.tolist())),
     )
 
 
@@ -251,18 +277,18 @@ def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Return per-sequence sums over positions, ``[4, B]`` in float64: ``KL(logits || other)``,
-    top-1 agreements, and the negative log-likelihoods of ``logits`` and of ``other``. Logits are
-    ``[B, T, V]``, ``labels [B, T]``.
+    """Return the sums over positions of each of `PredictionFigures` by sequence, ``[figures, B]``
+    in float64, for the teacher's ``logits`` and the student's ``other``. Logits are ``[B, T, V]``,
+    ``labels [B, T]``.
     """
     log_p = _cast_to_float32(logits).log_softmax(-1)
     log_q = _cast_to_float32(other).log_softmax(-1)
-    by_position = [
-        compute_kl_terms(log_p, log_q).sum(-1),
-        log_p.argmax(-1) == log_q.argmax(-1),
-        -log_p.gather(-1, labels[..., None])[..., 0],
-        -log_q.gather(-1, labels[..., None])[..., 0],
-    ]
+    by_position = PredictionFigures(
+        kl=compute_kl_terms(log_p, log_q).sum(-1),
+        agreement=log_p.argmax(-1) == log_q.argmax(-1),
+        teacher_loss=-log_p.gather(-1, labels[..., None])[..., 0],
+        student_loss=-log_q.gather(-1, labels[..., None])[..., 0],
+    )
     return torch.stack([values.sum(-1, dtype=torch.float64) for values in by_position])
 
 

@@ -2,7 +2,7 @@
 
 This is the only place that formats them: `kvfold drift`, `convert` and `sweep`, model cards,
 kvfold.json and HTML pages read ``METRICS``. To add a figure, measure it as a field of
-`compare.DriftMeasurement`, and describe it by a row here.
+`compare.PredictionFigures` and `compare.DriftMeasurement`, and describe it by a row here.
 """
 
 import math
@@ -34,15 +34,11 @@ class MetricFormat:
     interval: bool = False
 
 
+EXCESS = MetricFormat(
+    "excess", "excess", "excess loss, nats per token", "+z.4f", " nats", interval=True
+)
 METRICS = (
-    MetricFormat(
-        "excess",
-        "excess",
-        "excess loss, nats per token",
-        "+z.4f",
-        " nats",
-        interval=True,
-    ),
+    EXCESS,
     MetricFormat("kl", "KL", "KL of next-token distributions, nats", "z.4f", " nats"),
     MetricFormat("agreement", "top-1", "top-1 agreement", ".1%"),
 )

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvfold.attention.drift.compare import DriftMeasurement
 from kvfold.attention.drift.metrics import (
+    EXCESS,
     METRICS,
     format_cache_saving,
     format_metric,
@@ -202,7 +203,7 @@ class SweepResult:
             figures = (
                 format_metric(metric, row.measured, interval=metric.interval) for metric in METRICS
             )
-            expected = "-" if row.expected is None else format_metric(METRICS[0], row.expected)
+            expected = "-" if row.expected is None else format_metric(EXCESS, row.expected)
             seconds = format_duration(row.seconds)
             rows.append((row.kind, str(row.cache_elements), saving, *figures, expected, seconds))
         return rows

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from kvfold.attention.drift.compare import split_logits, sum_prediction_drift
+from kvfold.attention.drift.compare import (
+    PredictionFigures,
+    split_logits,
+    sum_prediction_drift,
+)
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.progress import ProgressStages
@@ -207,7 +211,7 @@ class PolishTask(TrainingTask):
         """
         self.load_master_weights()
         tokens = self.held_out.tokens
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums = torch.zeros(len(PredictionFigures._fields), dtype=torch.float64)
         size = choose_batch_size(tokens.shape[1])
         chunks = (torch.split(values, size) for values in self.held_out)
         for batch, states in zip(*chunks, strict=True):
@@ -217,11 +221,15 @@ class PolishTask(TrainingTask):
             for block in split_logits(hidden, self.stream.vocabulary, hidden.device):
                 logits = self.stream.compute_logits(hidden[block])
                 teacher_logits = self.stream.compute_logits(expected[block])
-                figures = sum_prediction_drift(teacher_logits, logits, labels[block])
-                sums += figures.sum(1).cpu()
-        kl, agreement, teacher_loss, loss = (sums / tokens[:, 1:].numel()).tolist()
-        excess = loss - teacher_loss
-        return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
+                drift = sum_prediction_drift(teacher_logits, logits, labels[block])
+                sums += drift.sum(1).cpu()
+        figures = PredictionFigures(*(sums / tokens[:, 1:].numel()).tolist())
+        return {
+            "kl": figures.kl,
+            "excess": figures.excess,
+            "loss": figures.student_loss,
+            "top_1_agreement": figures.agreement,
+        }
 
     def run_layers(self, tokens: Tensor) -> Tensor:
         """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens

@@ -20,7 +20,11 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.attention.drift.compare import split_logits, sum_prediction_drift
+from kvfold.attention.drift.compare import (
+    PredictionFigures,
+    split_logits,
+    sum_prediction_drift,
+)
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
@@ -269,10 +273,10 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return sum_loss(self._head, states, target, self._teacher_head, weights)
 
     def _sum_drift(self, states: Tensor, teacher_states: Tensor | None, labels: Tensor) -> Tensor:
-        """Return the sums of `sum_prediction_drift` by sequence, ``[B, 4]`` in float64; without a
-        teacher, the model is compared with itself.
+        """Return the sums of `sum_prediction_drift` by sequence, ``[B, figures]`` in float64;
+        without a teacher, the model is compared with itself.
         """
-        sums = states.new_zeros(len(states), 4, dtype=torch.float64)
+        sums = states.new_zeros(len(states), len(PredictionFigures._fields), dtype=torch.float64)
         for block in split_logits(states, self._head.vocabulary, states.device):
             logits = self._head.compute_logits(states[block])
             expected = logits
@@ -313,10 +317,10 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             sums = self.model(input_ids=tokens, teacher_states=self._compute_teacher_states(tokens))
             # Of the sequences of all processes, without those that only fill up their last batch.
             rows.append(self.accelerator.gather_for_metrics(sums / tokens[0, 1:].numel()).cpu())
-        kl, _, teacher_loss, loss = torch.cat(rows).mean(0).tolist()
-        metrics = {"eval_loss": loss}
+        figures = PredictionFigures(*torch.cat(rows).mean(0).tolist())
+        metrics = {"eval_loss": figures.student_loss}
         if self._teacher_head is not None:
-            metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
+            metrics |= {"eval_kl": figures.kl, "eval_excess": figures.excess}
         errors = [get_held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
         if get_held_out_error(metrics) < min(errors, default=math.inf):
             state = self._gather_state()
