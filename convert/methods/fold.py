@@ -33,7 +33,7 @@ def make_score_objective() -> "Objective":
     """Return the default objective: shared keys minimize the squared error of attention scores,
     shared values that of the layer's output.
     """
-    from kvfold.convert.transforms.fold.score_fit import SCORES
+    from kvfold.convert.transforms.fold.heads import SCORES
 
     return SCORES
 

@@ -15,13 +15,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.fold.heads import apply_metric_root
-from kvfold.convert.transforms.fold.principal import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import (
+from kvfold.convert.transforms.fold.heads import (
+    apply_metric_root,
     compute_score_errors_and_energies,
-    fit_principal_keys,
     fit_scores,
+    share_keys,
 )
+from kvfold.convert.transforms.fold.principal import LayerMoments
 from kvfold.convert.transforms.linalg import compute_metric_roots
 
 Partition = tuple[tuple[int, ...], ...]
@@ -91,7 +91,7 @@ class PairLosses:
         """
         group = self.layer_moments.head_moments.select_heads(pair)
         losses = compute_score_errors_and_energies(
-            fit_scores(fit_principal_keys(group), group, PAIR_ROUNDS), group
+            fit_scores(share_keys(group), group, PAIR_ROUNDS), group
         )
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         # Two heads lose the principal components of both together beyond the first D.

@@ -2,18 +2,21 @@
 read of them.
 """
 
+from dataclasses import replace
+
 import torch
 
 from kvfold.convert.methods.registry import register_objective
-from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead, share_keys
-from kvfold.convert.transforms.fold.score_fit import ScoreObjective
+from kvfold.convert.transforms.fold.heads import (
+    GroupMoments,
+    ScoreObjective,
+    SharedHead,
+    share_keys,
+)
 
 
 @register_objective("nearest-keys")
 class NearestKeys(ScoreObjective):
     def fit_key_head(self, group: GroupMoments) -> SharedHead:
-        heads, dims = group.keys.shape[:2]
-        alike = torch.eye(dims).to(group.keys).expand(heads, dims, dims)
-        return share_keys(group.keys, alike, group.pairs).repeat_decode(
-            group.query_heads_per_kv_head
-        )
+        alike = torch.eye(group.keys.shape[1]).to(group.keys).expand_as(group.queries)
+        return share_keys(replace(group, queries=alike))

@@ -9,8 +9,8 @@ from helpers.layers import normal, plain_rotary
 from kvfold.convert.methods.fold import fold_with_best_groups
 from kvfold.convert.methods.registry import FoldLayer
 from kvfold.convert.transforms.fold import grouping, principal
+from kvfold.convert.transforms.fold.heads import SCORES
 from kvfold.convert.transforms.fold.principal import compute_layer_moments
-from kvfold.convert.transforms.fold.score_fit import SCORES
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 48

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.layers import dense_distances, normal, plain_rotary
 
-from kvfold.convert.transforms.fold import score_fit
+from kvfold.convert.transforms.fold import heads
 from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead
 from kvfold.convert.transforms.linalg import multiply_pairs
 
@@ -52,18 +52,18 @@ def case(dims, members=3, repeat=2):
     rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
     profile = (2 * normal(4, len(queries), 10)).softmax(1)
-    phi = score_fit.average_dim_rotations(profile, CONTEXT, rot, D)
+    phi = heads.average_dim_rotations(profile, CONTEXT, rot, D)
     metric = torch.eye(D, dtype=torch.float64).expand(members, D, D)
     group = GroupMoments(keys, queries, values=keys, phi=phi, metric=metric, pairs=dims // 2)
-    return score_fit.fit_principal_keys(group), group, profile, rot
+    return heads.share_keys(group), group, profile, rot
 
 
 @pytest.mark.parametrize("dims", [D, D // 2])
 def test_lost_energy_is_the_objective(dims):
     start, group, profile, rot = case(dims)
-    fitted = score_fit.fit_scores(start, group)
+    fitted = heads.fit_scores(start, group)
     weights = dense_distances(profile, CONTEXT)
-    lost, total = score_fit.compute_score_errors_and_energies(fitted, group)
+    lost, total = heads.compute_score_errors_and_energies(fitted, group)
     assert lost.sum().item() == pytest.approx(objective(fitted, group, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
     assert total.sum().item() == pytest.approx(objective(nothing, group, weights, rot), rel=1e-9)
@@ -74,7 +74,7 @@ def test_every_round_lowers_the_objective(dims):
     start, group, profile, rot = case(dims)
     errors = [objective(start, group, dense_distances(profile, CONTEXT), rot)]
     for rounds in (1, 2, 5, 10):
-        fitted = score_fit.fit_scores(start, group, rounds)
+        fitted = heads.fit_scores(start, group, rounds)
         errors.append(objective(fitted, group, dense_distances(profile, CONTEXT), rot))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.95 * errors[0]
@@ -82,8 +82,6 @@ def test_every_round_lowers_the_objective(dims):
 
 def test_dead_heads_stay_finite():
     start, group, *_ = case(D)
-    fitted = score_fit.fit_scores(
-        start, replace(group, keys=0 * group.keys, queries=0 * group.queries)
-    )
+    fitted = heads.fit_scores(start, replace(group, keys=0 * group.keys, queries=0 * group.queries))
     assert torch.isfinite(fitted.encode).all()
     assert torch.isfinite(fitted.decode).all()
