@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvfold.attention.rounding_schemes import CACHE_BITS
 from kvfold.convert import DriftRequest, drift_checkpoints, inspect_checkpoint
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
@@ -25,11 +24,9 @@ from measured import commit, conditions, continue_rows
 SAMPLES = 24
 LENGTH = 256
 ORIGINAL = "original"
-# Bits of a cached number, and the marker in the figure.
-CACHES = {"16 bits": (16, "o")} | {
-    name: (CACHE_BITS[name], marker)
-    for name, marker in (("fp8", "s"), ("int4", "^"), ("int3", "D"), ("int2", "v"))
-}
+UNROUNDED = "16 bits"
+# Markers in the figure.
+CACHES = {UNROUNDED: "o", "fp8": "s", "int4": "^", "int3": "D", "int2": "v"}
 # Mid-tones, because the figure is shown on white and on near-black.
 ORIGINAL_COLOR = "#4C7FB8"
 RESULT_COLOR = "#D0703C"
@@ -44,13 +41,15 @@ def measure_row(args: argparse.Namespace, name: str, folder: Path, cache: str) -
         text=args.text,
         samples=SAMPLES,
         seq_len=LENGTH,
-        cache=None if cache == "16 bits" else cache,
+        cache=None if cache == UNROUNDED else cache,
         quiet=True,
     )
     report = drift_checkpoints(request)
-    elements = inspect_checkpoint(folder).cache.cache_elements
     figures = {"kl": report.kl, "excess": report.excess, "top_1_agreement": report.agreement}
-    size = elements * CACHES[cache][0] / 8
+    if cache == UNROUNDED:  # the checkpoint may be stored in float32
+        size = 2 * inspect_checkpoint(folder).cache.cache_elements
+    else:
+        size = report.student_cache_bytes // len(report.layers)
     return {"model": args.name, "checkpoint": name, "cache": cache, "bytes": size, **figures}
 
 
@@ -60,7 +59,7 @@ def measure_missing_rows(args: argparse.Namespace, done: list[dict[str, Any]]) -
     checkpoints = [(ORIGINAL, args.model), *((name, Path(out)) for name, out in args.result)]
     for name, folder in checkpoints:
         for cache in CACHES:
-            exact = name == ORIGINAL and cache == "16 bits"
+            exact = name == ORIGINAL and cache == UNROUNDED
             if not exact and (args.name, name, cache) not in known:
                 yield measure_row(args, name, folder, cache) | conditions() | {"commit": commit()}
 
@@ -98,7 +97,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
         ):
             for row in (row for row in rows if row["model"] == model):
                 color = ORIGINAL_COLOR if row["checkpoint"] == ORIGINAL else RESULT_COLOR
-                marker = CACHES[row["cache"]][1]
+                marker = CACHES[row["cache"]]
                 axes.plot(row["bytes"], max(row["kl"], 1e-4), marker, color=color, markersize=6)
             axes.set(title=model, xscale="log", yscale="log", ylabel="KL, nats per token")
             axes.set_facecolor("none")
@@ -112,7 +111,7 @@ def draw_figure(rows: list[dict[str, Any]], path: Path) -> None:
         handles = [Line2D([], [], color=color, label=name, lw=4) for name, color in names.items()]
         handles += [
             Line2D([], [], color=GRAY, marker=marker, label=name, ls="")
-            for name, (_, marker) in CACHES.items()
+            for name, marker in CACHES.items()
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
