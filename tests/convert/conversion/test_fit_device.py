@@ -1,27 +1,14 @@
 """Fits keep to the device of the layer's statistics, and the CPU fits what a card cannot."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import forked
 from helpers.checkpoints import assert_same_tensors, read_json, run_conversion
-from helpers.processes import run_python
 
 from kvfold.convert import device
 from kvfold.convert.conversion import layers
-from kvfold.convert.data import demo_folder
 
-HELPERS = Path(__file__).parents[2]
 FEW = {"samples": 2, "seq_len": 32, "positions": False}
-ON_CARD = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from helpers.card import fit_on_card
-from helpers.checkpoints import run_conversion
-fit_on_card()
-run_conversion(*sys.argv[2:4], **json.loads(sys.argv[4]))
-"""
 LATENT = {"to": "mla", "kv_rank": 12, "rope_dim": 4}
 
 
@@ -43,8 +30,17 @@ def test_a_fit_computes_on_one_device_and_gives_the_same_loss(
     plain = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
     source = tiny_family(family, vocab_size=2048, **plain)
     options = {**FEW, **options}
+
+    def convert_on_card():
+        # Registers the card with torch for the whole process: a child of its own.
+        from helpers.card import fit_on_card
+
+        fit_on_card()
+        run_conversion(source, tmp_path / "card", **options)
+
     run_conversion(source, tmp_path / "cpu", **options)
-    run_python("-c", ON_CARD, HELPERS, source, tmp_path / "card", json.dumps(options))
+    ended = forked.run(tmp_path / "child", convert_on_card)
+    assert ended.status == 0, ended.stderr
     # Strides differ, with them the order of sums, and with it the signs of eigenvectors.
     on_cpu, on_card = (
         read_json(tmp_path / name / "kvfold.json")["drift"]["kl"]["value"]
@@ -53,12 +49,14 @@ def test_a_fit_computes_on_one_device_and_gives_the_same_loss(
     assert on_card == pytest.approx(on_cpu, rel=1e-4)
 
 
-def test_the_cpu_fits_what_the_card_cannot_and_says_so_once(tmp_path, monkeypatch, capsys):
-    run_conversion(demo_folder(), tmp_path / "cpu", **FEW, **LATENT)
+def test_the_cpu_fits_what_the_card_cannot_and_says_so_once(
+    tiny_reader, tmp_path, monkeypatch, capsys
+):
+    run_conversion(tiny_reader, tmp_path / "cpu", **FEW, **LATENT)
     with monkeypatch.context() as patch:
         # No decomposition runs on it.
         patch.setattr(layers, "choose_fit_device", lambda device: torch.device("meta"))
-        run_conversion(demo_folder(), tmp_path / "card", quiet=False, **FEW, **LATENT)
+        run_conversion(tiny_reader, tmp_path / "card", quiet=False, **FEW, **LATENT)
     assert_same_tensors(tmp_path / "cpu", tmp_path / "card")
     assert capsys.readouterr().err.count("so the CPU does") == 1
 
