@@ -23,7 +23,6 @@ import pytest
 from helpers import forked
 
 from kvfold.convert.cli import main
-from kvfold.convert.data import demo_folder
 
 Whole = dict[str, dict[str, bytes]]
 Calls = tuple[str, ...]
@@ -35,7 +34,7 @@ seeds = pytest.mark.parametrize(
 )
 CALIBRATED = "--to mqa --group contiguous --samples 4 --seq-len 32"
 RUNS = {
-    "plain": "--to gqa --kv-heads 4 --method mean --max-shard-size 1MB",
+    "plain": "--to gqa --kv-heads 4 --method mean --max-shard-size 500KB",
     "calibrated": CALIBRATED,
     "polished": f"{CALIBRATED} --polish 3 --repeat-text",
     "refined": f"{CALIBRATED} --refine 1",
@@ -46,12 +45,12 @@ STAGES = ("plain", "calibrated", "polished", "trained")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(tiny_reader, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     (folder / "text.txt").write_text(
         "".join(f"Row {row} has {row * row} and no more.\n" for row in range(300))
     )
-    return Path(shutil.copytree(demo_folder(), folder / "model"))
+    return Path(shutil.copytree(tiny_reader, folder / "model"))
 
 
 @pytest.fixture(scope="module")

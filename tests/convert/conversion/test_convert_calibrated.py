@@ -43,12 +43,15 @@ def folded(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "baseline"), [(FOLD, "mean"), (LATENT, "svd")])
-def test_principal_loses_a_fraction_of_what_methods_without_text_lose(tmp_path, target, baseline):
+def test_principal_loses_a_fraction_of_what_methods_without_text_lose(
+    tmp_path, folded, target, baseline
+):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     held_out = cut_token_windows(tokenizer, read_text("held_out"), 8, 128)
-    folders = DEMO, tmp_path / baseline, tmp_path / "principal"
-    for folder in folders[1:]:
-        convert(folder, **target, method=folder.name)
+    convert(tmp_path / "plain", **target, method=baseline)
+    if target is LATENT:
+        convert(folded := tmp_path / "out", **target)
+    folders = DEMO, tmp_path / "plain", folded
     source, plain, principal = (measure_perplexity(folder, held_out) for folder in folders)
     assert source < principal < source + (plain - source) / 3
 
@@ -72,21 +75,23 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
     assert "By position, on 1 x 512 tokens:" in (folded / "README.md").read_text()
 
 
-def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(out, monkeypatch, capsys):
+def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
+    out, tiny_reader, monkeypatch, capsys
+):
     embed = CheckpointStream.embed
 
     def overflow(self, tokens):
         return embed(self, tokens) * (math.inf if tokens.shape[1] > QUICK["seq_len"] else 1)
 
     monkeypatch.setattr(CheckpointStream, "embed", overflow)
-    done = convert(out, to="mqa")
+    done = convert(out, tiny_reader, to="mqa")
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
     assert math.isfinite(done.drift.stretches[-1].excess)
     assert "the loss by position ends at 64 tokens: calibration text" in capsys.readouterr().err
 
 
-def test_no_positions_skips_their_sequences(out):
-    done = convert(out, to="mqa", positions=False)
+def test_no_positions_skips_their_sequences(out, tiny_reader):
+    done = convert(out, tiny_reader, to="mqa", positions=False)
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
 
 
@@ -199,8 +204,8 @@ def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reade
     assert_same_tensors(*outs)
 
 
-def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path):
-    model = shutil.copytree(DEMO, tmp_path / "model")
+def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tiny_reader, tmp_path):
+    model = shutil.copytree(tiny_reader, tmp_path / "model")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
     done = convert(tmp_path / "out", model, to="mqa", group="contiguous", **LITTLE)

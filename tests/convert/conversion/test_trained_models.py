@@ -35,7 +35,7 @@ def excess_of(model, text, place, sequences, **common):
 @pytest.fixture(scope="module")
 def reference_excess(reference, tmp_path_factory):
     text, calibration = (reference / f"{name}.txt" for name in ("evaluation", "calibration"))
-    common = {"calibration": calibration, "samples": 16, "seq_len": 128}
+    common = {"calibration": calibration, "samples": 16, "seq_len": 128, "positions": False}
     place = tmp_path_factory.mktemp("reference")
     return excess_of(reference / "llama-mha", text.read_text(encoding="utf-8"), place, 16, **common)
 
