@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers.processes import run_python
 
-from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.data import read_text
 
 SMALL = ["--samples", "2", "--seq-len", "32"]
 RESULTS = {
@@ -37,28 +37,28 @@ def run(kvfold):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_commands_write_json_for_every_checkpoint(run, tmp_path, name):
+def test_commands_write_json_for_every_checkpoint(run, tiny_reader, tmp_path, name):
     out = tmp_path / name
-    demo = demo_folder()
     json_ = ["--json", "-"]
-    assert run("convert", demo, out, *RESULTS[name].split(), *json_)["cache_elements"]["to"] > 0
+    assert (
+        run("convert", tiny_reader, out, *RESULTS[name].split(), *json_)["cache_elements"]["to"] > 0
+    )
     assert run("inspect", out, "--json")["cache"]["cache_elements"] > 0
-    assert run("drift", demo, out, *SMALL, *json_)["sequences"] == 2
+    assert run("drift", tiny_reader, out, *SMALL, *json_)["sequences"] == 2
     assert run("verify", out, *json_)["problems"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
-def test_commands_that_load_whole_models_write_json(run, tmp_path, name):
+def test_commands_that_load_whole_models_write_json(run, tiny_reader, tmp_path, name):
     (tmp_path / "text.txt").write_text(read_text("calibration"))
     out = tmp_path / name
-    demo = demo_folder()
-    run("convert", demo, out, *RESULTS[name].split(), "--json", "-")
+    run("convert", tiny_reader, out, *RESULTS[name].split(), "--json", "-")
     bench = "--context 16 --batch 1 --prefill-tokens 0 --seconds 0 --device cpu --json -"
-    evaluate = "--lengths 256 --samples 2 --json -"
+    evaluate = "--lengths 128 --samples 2 --json -"
     uptrain = "--steps 1 --batch-tokens 64 --seq-len 32 --json -"
     assert run("bench", out, *bench.split())["rows"]
-    assert run("eval", demo, out, *evaluate.split())["rows"]
+    assert run("eval", tiny_reader, out, *evaluate.split())["rows"]
     text = ["--text", tmp_path / "text.txt"]
     assert run("uptrain", out, tmp_path / "trained", *text, *uptrain.split())
 

@@ -6,30 +6,24 @@ import pytest
 from helpers.cases import read_cases
 from helpers.processes import run_kvfold
 
-from kvfold.convert import demo_folder
 from kvfold.convert.formatting import format_labeled_rows, format_table
 
 TEXT = "--samples 2 --seq-len 32"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the result of a conversion as ``out``."""
+def folder(tiny_reader, tmp_path_factory):
+    """A folder with a model as ``MODEL`` and the result of its conversion as ``out``."""
     folder = tmp_path_factory.mktemp("width")
-    run_kvfold("convert", demo_folder(), folder / "out", "--to", "mqa", *TEXT.split(), "--quiet")
+    (folder / "MODEL").symlink_to(tiny_reader)
+    run_kvfold("convert", tiny_reader, folder / "out", "--to", "mqa", *TEXT.split(), "--quiet")
     return folder
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-@pytest.mark.parametrize(
-    "line",
-    read_cases(__file__),
-)
+@pytest.mark.parametrize(("line", "columns"), read_cases(__file__))
 def test_every_line_fits_the_terminal(folder, monkeypatch, line, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.chdir(folder)
-    (folder / "MODEL").unlink(missing_ok=True)
-    (folder / "MODEL").symlink_to(demo_folder())
     lines = run_kvfold(*line.split()).splitlines()
     assert lines
     assert [line for line in lines if len(line) > columns] == []
