@@ -51,6 +51,7 @@ def add_request_options(
 
     The decorated function receives the request built from them: ``request(**values)``, or
     ``build(values, further)``, which may remove some of the ``further`` options of the function.
+    The files of its options ``--json`` and ``--report`` are checked before.
     """
     options = collect_options(request)
 
@@ -59,6 +60,7 @@ def add_request_options(
         def call_with_request(**values: Any) -> None:
             own = {name: values.pop(name) for name in options}
             built = request(**own) if build is None else build(own, values)
+            check_output_files(values.get("json_file"), values.get("report"))
             if getattr(built, "device", None) == "cuda":  # before a model is downloaded
                 from kvfold.convert.device import choose_device
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from kvfold.convert.formatting import format_duration
 
@@ -27,7 +28,6 @@ class _StageBar(tqdm):  # type: ignore[type-arg]
 
     estimate = 0.0  # seconds of the whole stage; 0 if nobody knows
     seconds = 0.0  # seconds until the last unit was finished
-    paused = 0.0  # seconds in stages within this one
 
     @property
     def format_dict(self) -> Any:
@@ -41,7 +41,7 @@ class _StageBar(tqdm):  # type: ignore[type-arg]
         values["left"] = ""
         if remaining and known:
             pace = (self.seconds + self.estimate * _TRUST) / known
-            since = values["elapsed"] - self.paused - self.seconds
+            since = values["elapsed"] - self.seconds
             left = max(remaining * pace - since, (remaining - 1) * pace)
             values["left"] = f", about {format_duration(left)} left"
         return values
@@ -49,30 +49,44 @@ class _StageBar(tqdm):  # type: ignore[type-arg]
     def update(self, n: float | None = 1) -> bool | None:
         """Add ``n`` finished units."""
         if n and not self.disable:
-            self.seconds = super().format_dict["elapsed"] - self.paused
+            self.seconds = super().format_dict["elapsed"]
         return super().update(n)
 
 
-class _LinesAboveBars:
+class _LinesAboveBars(DummyTqdmFile):
     """A terminal's stderr while it shows bars: lines that others print appear above them."""
 
-    def __init__(self, terminal: Any) -> None:
-        self.terminal = terminal
-        self._begun = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.terminal, name)
-
-    def write(self, text: str) -> int:
+    def write(self, text: str, nolock: bool = False) -> None:
         """Print the lines of ``text`` that are complete. What tqdm itself writes passes through."""
         moves = not text.replace("\x1b[A", "").strip()
-        if "\r" in text or (moves and not self._begun):
-            self.terminal.write(text)
+        if "\r" in text or (moves and not any(self._buf)):
+            self._wrapped.write(text)
         else:
-            *lines, self._begun = (self._begun + text).split("\n")
-            for line in lines:
-                tqdm.write(line, self.terminal)
-        return len(text)
+            super().write(text, nolock)
+
+
+@contextmanager
+def _keep_moving(bar: _StageBar, stderr: Any) -> Iterator[None]:
+    """A context manager in which ``bar`` is drawn again and again."""
+    ended = threading.Event()
+    terminal = stderr.isatty()
+
+    def draw() -> None:
+        while not ended.wait(_BAR_SECONDS if terminal else _LINE_SECONDS):
+            if terminal:
+                bar.refresh()
+            else:
+                print(bar, file=stderr, flush=True)
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        above: Any = _LinesAboveBars(stderr)
+        with redirect_stderr(above) if terminal else nullcontext():
+            yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass
@@ -88,7 +102,6 @@ class ProgressStages:
     progress: Progress | None = None
     quiet: bool = False
     estimates: dict[str, float] = field(default_factory=dict)
-    _open: list[_StageBar] = field(default_factory=list)
 
     @contextmanager
     def __call__(
@@ -98,7 +111,7 @@ class ProgressStages:
         finished. Its value is a function, to be called with the number of units finished since its
         last call.
         """
-        stderr = getattr(sys.stderr, "terminal", sys.stderr)
+        stderr = getattr(sys.stderr, "_wrapped", sys.stderr)
         terminal = stderr.isatty()
         amount = f"{{n_fmt}}/{{total_fmt}} {'byte' if unit == 'B' else unit}s |{{bar}}| "
         bar = _StageBar(
@@ -123,38 +136,9 @@ class ProgressStages:
             if self.progress is not None and total:
                 self.progress(name, done, total)
 
-        with bar, nullcontext() if bar.disable else self._keep_moving(bar, stderr):
+        with bar, nullcontext() if bar.disable else _keep_moving(bar, stderr):
             advance(0)
             yield advance
-
-    @contextmanager
-    def _keep_moving(self, bar: _StageBar, stderr: Any) -> Iterator[None]:
-        """A context manager in which ``bar`` is drawn again and again, and stops the clock of the
-        stage that it is within.
-        """
-        ended = threading.Event()
-        terminal = stderr.isatty()
-
-        def draw() -> None:
-            while not ended.wait(_BAR_SECONDS if terminal else _LINE_SECONDS):
-                if terminal:
-                    bar.refresh()
-                else:
-                    print(bar, file=stderr, flush=True)
-
-        thread = threading.Thread(target=draw, daemon=True)
-        thread.start()
-        self._open.append(bar)
-        try:
-            with redirect_stderr(_LinesAboveBars(stderr)) if terminal else nullcontext():
-                yield
-        finally:
-            ended.set()
-            thread.join()
-            self._open.remove(bar)
-            # Bytes are written while layers are converted.
-            if self._open and not self._open[-1].unit_scale:
-                self._open[-1].paused += bar.format_dict["elapsed"]
 
     def iterate_over(
         self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0

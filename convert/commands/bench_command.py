@@ -7,7 +7,6 @@ import click
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
-    check_output_files,
     print_result,
 )
 from kvfold.convert.formatting import format_bytes, format_count, format_labeled_rows, format_table
@@ -29,7 +28,6 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
     An MLA model is timed both stock, as transformers loads it, and absorbed, after
     `kvfold.attention.absorb`. Decoding starts from a cache of random values.
     """
-    check_output_files(json_file)
     from kvfold.convert.measure.bench import bench_checkpoints
 
     benchmark = bench_checkpoints(request)

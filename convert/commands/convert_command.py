@@ -10,7 +10,6 @@ from kvfold.convert.console import (
     add_json_option,
     add_report_option,
     add_request_options,
-    check_output_files,
     print_result,
 )
 from kvfold.convert.errors import escape_text
@@ -55,7 +54,6 @@ _recipe = click.option(
 @add_report_option("charts of the results")
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    check_output_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.conversion.memory import check_memory
     from kvfold.convert.conversion.results import make_baseline_warning

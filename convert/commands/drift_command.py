@@ -16,7 +16,6 @@ from kvfold.convert.console import (
     add_json_option,
     add_report_option,
     add_request_options,
-    check_output_files,
     print_result,
     require_finite_predictions,
 )
@@ -54,7 +53,6 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
     predictions.
     """
-    check_output_files(json_file, report)
     check_text_sources([request.text], "text")
     check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):

@@ -8,7 +8,6 @@ from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
-    check_output_files,
     print_result,
     require_finite_predictions,
 )
@@ -32,7 +31,6 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     needs a download. With --tasks, also compares the models' replies, or runs tasks of
     lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
-    check_output_files(json_file)
     check_text_sources([request.text], "text")
     check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):

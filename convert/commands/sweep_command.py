@@ -13,7 +13,6 @@ from kvfold.convert.console import (
     add_json_option,
     add_report_option,
     add_request_options,
-    check_output_files,
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_convert_command
@@ -62,7 +61,6 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     starts over.
     """
     # A sweep takes long: what its last second would refuse is refused in the first.
-    check_output_files(json_file, report)
     if request.out is not None:
         resolve_output_path(request.out, overwrite=None, model=request.model)
     check_text_sources(request.calibration)

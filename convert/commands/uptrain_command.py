@@ -11,7 +11,6 @@ from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
-    check_output_files,
     print_result,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
@@ -30,7 +29,6 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     large or small, by about the learning rate, so --relative-lr is multiplied by the root mean
     square of each tensor; suitable values are larger than for absolute learning rates.
     """
-    check_output_files(json_file)
     resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources([request.text], "text")
     quiet = request.quiet or not launched_as_rank0()
