@@ -71,10 +71,13 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             if request.calibrated:
                 with stages("reading the text and the model"):
                     from kvfold.convert.conversion.calibration import load_source_and_text
-                    from kvfold.convert.conversion.estimate import announce_conversion
+                    from kvfold.convert.conversion.estimate import announce_stages
 
                     calibration = load_source_and_text(plan, folder, stages)
-                announce_conversion(plan, calibration, count_finished_layers(folder), stages)
+                finished = count_finished_layers(folder)
+                stages.estimates, *_ = announce_stages(
+                    "convert", [[plan]], calibration, stages, finished
+                )
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
 
