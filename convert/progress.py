@@ -141,10 +141,10 @@ class ProgressStages:
             yield advance
 
     def iterate_over(
-        self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0
+        self, name: str, items: Iterable[Item], total: int, unit: str
     ) -> Iterator[Item]:
         """Iterate over ``items`` as a stage, which advances by one unit after each item."""
-        with self(name, total, unit, done) as advance:
+        with self(name, total, unit) as advance:
             for item in items:
                 yield item
                 advance(1)

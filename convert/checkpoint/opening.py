@@ -45,15 +45,6 @@ from kvfold.convert.errors import InputError, escape_text, list_some, shorten_re
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpoint",
-    "TensorInfo",
-    "check_models_can_be_opened",
-    "open_checkpoint",
-    "open_checkpoint_headers",
-    "resolve_local_folder",
-]
-
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
 # Parts of names that torch.compile, DistributedDataParallel, FSDP, gradient checkpointing and PEFT

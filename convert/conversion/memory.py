@@ -56,10 +56,8 @@ _LOGIT = 12 * _FLOAT
 # and their gradients.
 _MASTER = 4 + 4 + 8
 _REFINED = _MASTER + 16
-# Tensors of logits, with their gradients, in a step of polishing.
-_POLISHED_LOGITS = 8
-# Tensors of logits in a step of uptraining, of both models, with gradients.
-_UPTRAINED_LOGITS = 8
+# Tensors of logits of both models, with their gradients, in a step of polishing or uptraining.
+_TRAINED_LOGITS = 8
 # Config, index, card, record and file system blocks.
 _SLACK = 4 << 20
 
@@ -158,7 +156,9 @@ def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> Iterator[MemoryNeed]:
         return
     sizes = measure_sizes(plan, on_gpu)
     stages = [*_estimate_layers(plan, sizes)]
-    if source_writes_text(plan):
+    if SELF in dict(
+        choose_calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
+    ):
         stages.append(_estimate_text(plan, sizes))
     if plan.request.polish:
         stages.append(_estimate_polishing(plan, sizes))
@@ -275,7 +275,7 @@ def _estimate_polishing(plan: Plan, sizes: Sizes) -> MemoryNeed:
         activations = activations // sizes.layers + _FLOAT * sizes.layers * batch * sizes.width
     else:
         weights = _FLOAT * (frozen + trained)
-    logits = _POLISHED_LOGITS * _FLOAT * max(_LOGITS[sizes.on_gpu], sizes.vocabulary)
+    logits = _TRAINED_LOGITS * _FLOAT * max(_LOGITS[sizes.on_gpu], sizes.vocabulary)
     return MemoryNeed(
         # The source's states, the tensors as they were read, and the best so far.
         _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * sizes.head,
@@ -330,15 +330,6 @@ def uses_gpu(plan: Plan) -> bool:
     from kvfold.convert.device import choose_device  # imports torch, which takes seconds
 
     return choose_device(plan.request.device).type == "cuda"
-
-
-def source_writes_text(plan: Plan) -> bool:
-    """True if the source model generates some of the calibration text itself."""
-    if not plan.request.calibrated:
-        return False
-    return SELF in dict(
-        choose_calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
-    )
 
 
 def check_memory(plan: Plan) -> None:
@@ -406,7 +397,7 @@ def estimate_uptraining_memory(
     activations = count_activation_bytes(layers, layer, width, tokens)
     if checkpointing:
         activations = activations // layers + _FLOAT * layers * tokens * width
-    logits = _UPTRAINED_LOGITS * _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
+    logits = _TRAINED_LOGITS * _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
     need = MemoryNeed(
         # The best weights so far, at the end.
         _FLOAT * elements,

@@ -30,14 +30,6 @@ _POSITIONS = 1 << 17  # of a model whose config names no maximum
 _LONGEST_TOKEN = 64  # characters: longer ones, of spaces, do not fill a conversation
 
 
-class AnswerStreamer(TextStreamer):  # type: ignore[misc]
-    """Prints the words of an answer as transformers generates them."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print ``text``, the next words of the answer."""
-        print(text, end="\n" * stream_end, flush=True)
-
-
 @dataclass
 class ChatModel:
     """A loaded model with its tokenizer and its conversation so far.
@@ -51,7 +43,7 @@ class ChatModel:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer_prompt(
-        self, prompt: str, max_new_tokens: int, streamer: "AnswerStreamer | None" = None
+        self, prompt: str, max_new_tokens: int, streamer: TextStreamer | None = None
     ) -> str:
         """The greedy answer to ``prompt`` as text, which is added to the conversation, and printed
         by ``streamer`` word by word. A model without a chat template continues the prompt.
@@ -93,7 +85,7 @@ def generate_reply(
     tokenizer: Any,
     prompt: Tensor,
     max_new_tokens: int,
-    streamer: "AnswerStreamer | None" = None,
+    streamer: TextStreamer | None = None,
 ) -> Tensor:
     """The token ids ``[n]`` of the model's greedy reply to ``prompt [T]``, which ends at an end
     token or after ``max_new_tokens``.
@@ -171,7 +163,7 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
         streamer = None
         if len(speakers) == 1:
             tokenizer = speakers[0].tokenizer
-            streamer = AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         answers = []
         for name, speaker in zip(names, speakers, strict=True):
             with nullcontext() if streamer else ProgressStages()(f"asking {name}"):

@@ -4,7 +4,7 @@ config.json.
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,9 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
             )
         problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
-        problems += WeightMap(
-            build_empty_model(checkpoint.config), checkpoint.tensors
-        ).list_mismatches(checkpoint.tensors)
-        problems += list_non_finite_tensors(checkpoint, checkpoint.tensors)
+        weights = WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors)
+        problems += weights.list_mismatches(checkpoint.tensors)
+        problems += list_non_finite_tensors(checkpoint)
         if files:
             problems += find_changed_tensors(checkpoint, tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
@@ -92,13 +91,12 @@ def require_intact(verification: Verification) -> None:
         )
 
 
-def list_non_finite_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for every tensor among ``names`` that contains NaN or infinity. Tensors are read
-    in pieces of bounded size.
+def list_non_finite_tensors(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a line for every tensor that contains NaN or infinity. Tensors are read in pieces of
+    bounded size.
     """
     from kvfold.convert.checkpoint.tensors import count_non_finite
 
-    for name in names:
+    for name, info in checkpoint.tensors.items():
         if bad := sum(map(count_non_finite, checkpoint.read_tensor_chunks(name, _ELEMENTS))):
-            file = checkpoint.tensors[name].file
-            yield f"tensor {name!r} in {file} has NaN or infinite elements: {bad}"
+            yield f"tensor {name!r} in {info.file} has NaN or infinite elements: {bad}"
