@@ -81,7 +81,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
             headline=result.verdict,
             lead=[],
             tables=[result.format_rows()],
-            plots=[plot_loss_by_cache(result)],
+            plots=plot_loss_by_cache(result),
             notes=summary.splitlines(),
             quiet=request.quiet,
         )

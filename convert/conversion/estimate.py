@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvfold.attention.drift.report import select_floor_tokens
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration, measure_logits_share
 from kvfold.convert.conversion.layers import convert_layer, make_walk
@@ -27,21 +26,19 @@ from kvfold.convert.formatting import format_duration, format_labeled_rows
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.budget import (
-    POLISH_ROUND,
     choose_refine_batch_size,
     count_polish_steps,
     count_step_tokens,
 )
-from kvfold.convert.training.refine import MOST_STEPS, REFINE_ROUND
+from kvfold.convert.training.refine import MOST_STEPS
 
 _TRIAL_TOKENS = 2048  # chosen, not tuned
 # Costs relative to a forward pass: of a training step, and of the attention in a layer. Of the
-# logits in a training step, relative to the comparison of two models' logits. For the rounding
-# floor of the drift the source runs in float64. Chosen, not tuned.
+# logits in a training step, relative to the comparison of two models' logits. Chosen, not tuned;
+# what takes less than a tenth of a stage, such as evaluations during training, is left out.
 _STEP = 3.0
 _ATTENTION = 0.5
 _TRAINED_LOGITS = 1.4
-_FLOOR = 1.5
 
 
 class LayerTrial(NamedTuple):
@@ -115,10 +112,8 @@ def _estimate_stages(
             length = request.calibration_length
             steps = count_polish_steps(request.polish, length)
             step_cost = both + (_STEP - 1) * student + _TRAINED_LOGITS * logits
-            evaluations = (steps / POLISH_ROUND + 1) * held_out * (student + logits)
-            seconds["polish"] = steps * count_step_tokens(length) * step_cost + evaluations
-        measured = held_out + _FLOOR * select_floor_tokens(tokens.held_out).numel()
-        seconds["measure"] = measured * (both + student + logits)
+            seconds["polish"] = steps * count_step_tokens(length) * step_cost
+        seconds["measure"] = held_out * (both + student + logits)
         seconds["positions"] = tokens.long.numel() * (both + logits)
     return seconds
 
@@ -127,12 +122,11 @@ def _estimate_layer(plan: Plan, tokens: CalibrationTokens, trial: LayerTrial) ->
     """Return about how many seconds it takes to convert a layer by ``plan``."""
     refine = plan.request.refine
     length = plan.request.calibration_length
-    held_out = tokens.held_out.numel()
-    cost = trial.fit + (tokens.calibration.numel() + held_out) * (trial.run + trial.student)
     steps = MOST_STEPS if refine == "auto" else int(refine)
-    trained = steps * _STEP * choose_refine_batch_size(length) * length
-    evaluated = (steps / REFINE_ROUND + 1) * held_out * bool(refine)
-    return cost + (trained + evaluated) * _ATTENTION * trial.student
+    trained = steps * choose_refine_batch_size(length) * length
+    walked = tokens.calibration.numel() + tokens.held_out.numel()
+    run = walked * (trial.run + trial.student)
+    return trial.fit + run + trained * _STEP * _ATTENTION * trial.student
 
 
 def try_first_layer(plan: Plan, calibration: Calibration) -> LayerTrial:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.measure.sweep import SweepResult
 
@@ -21,57 +19,51 @@ _METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Plot:
-    """A matplotlib figure with its title and an explanation.
+    """A drawn plot with its title and an explanation.
 
     title: what is drawn.
     caption: what the values mean, and what a good result looks like.
-    figure: the figure.
+    svg: an ``<svg>`` element with a transparent background, for an HTML page.
     """
 
     title: str
     caption: str
-    figure: "Figure"
-
-    def to_svg(self) -> str:
-        """The figure as an ``<svg>`` element with a transparent background, for an HTML page."""
-        from matplotlib import style
-
-        file = io.StringIO()
-        with style.context(_STYLE):
-            self.figure.savefig(file, format="svg", transparent=True, metadata=_METADATA)
-        text = file.getvalue()
-        return text[text.index("<svg") :]
+    svg: str
 
 
 @contextmanager
-def _create_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
-    """A new plot and its axes. The plot style is active, because artists get their colors when they
-    are drawn.
+def _draw_plot(plots: list[Plot], title: str, caption: str) -> Iterator[Any]:
+    """Yield new axes, and add the plot that the with-block draws in them to ``plots``. The plot
+    style is active, because artists get their colors when they are drawn.
     """
     from matplotlib import style
 
     # Not pyplot, which keeps every figure alive and looks for a display.
     from matplotlib.figure import Figure
 
+    file = io.StringIO()
     with style.context(_STYLE):
-        plot = Plot(title, caption, Figure(layout="constrained"))
-        yield plot, plot.figure.subplots()
+        figure = Figure(layout="constrained")
+        yield figure.subplots()
+        figure.savefig(file, format="svg", transparent=True, metadata=_METADATA)
+    text = file.getvalue()
+    plots.append(Plot(title, caption, text[text.index("<svg") :]))
 
 
 def plot_drift(drift: "DriftReport") -> list[Plot]:
     """The plots of drift by layer and of loss by position; one that was not measured, or is 0
     everywhere, is left out.
     """
-    plots = []
+    plots: list[Plot] = []
     if drift.layers and not drift.identical:
-        plots.append(plot_drift_by_layer(drift))
+        _plot_drift_by_layer(drift, plots)
     if len(drift.stretches) > 1:
-        plots.append(plot_loss_by_position(drift))
+        _plot_loss_by_position(drift, plots)
     return plots
 
 
-def plot_drift_by_layer(drift: "DriftReport") -> Plot:
-    """A plot of the relative errors of attention and residual stream in each layer, on a
+def _plot_drift_by_layer(drift: "DriftReport", plots: list[Plot]) -> None:
+    """Add a plot of the relative errors of attention and residual stream in each layer, on a
     logarithmic axis.
     """
     caption = (
@@ -80,7 +72,7 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
         " own inputs. Good: the residual stream's line is low and flat; a layer that stands out"
         " needs refinement."
     )
-    with _create_plot("Drift by layer", caption) as (plot, axes):
+    with _draw_plot(plots, "Drift by layer", caption) as axes:
         for name in ("attention_local", "attention_propagated", "residual_propagated"):
             errors = [getattr(layer, name) for layer in drift.layers]
             axes.plot(errors, marker="o", label=name.replace("_", ", "))
@@ -89,18 +81,17 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
         axes.set(xlabel="layer", ylabel="relative error")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
-    return plot
 
 
-def plot_loss_by_position(drift: "DriftReport") -> Plot:
-    """A plot of excess loss and KL divergence by token position, with 95 % intervals."""
+def _plot_loss_by_position(drift: "DriftReport", plots: list[Plot]) -> None:
+    """Add a plot of excess loss and KL divergence by token position, with 95 % intervals."""
     stretches = drift.stretches
     caption = (
         "Excess loss and KL of the tokens at these positions, with 95 % intervals, over"
         f" {stretches[0].sequences} sequences. Good: both lines are low and flat; if both rise, the"
         " converted model makes less of a long context than its source."
     )
-    with _create_plot("Loss by position", caption) as (plot, axes):
+    with _draw_plot(plots, "Loss by position", caption) as axes:
         positions = [f"{stretch.start}-{stretch.end}" for stretch in stretches]
         for name, label in (("excess", "excess loss"), ("kl", "KL")):
             values = [getattr(stretch, name) for stretch in stretches]
@@ -109,10 +100,9 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
         axes.axhline(0, color=_GRAY, linewidth=0.8)
         axes.set(xlabel="position, tokens", ylabel="nats per token")
         axes.legend()
-    return plot
 
 
-def plot_loss_by_cache(sweep: "SweepResult") -> Plot:
+def plot_loss_by_cache(sweep: "SweepResult") -> list[Plot]:
     """A plot of each target's excess loss against its cache size, with 95 % intervals and the
     limit.
     """
@@ -120,7 +110,8 @@ def plot_loss_by_cache(sweep: "SweepResult") -> Plot:
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller"
         " caches are further to the right. Good: far to the right and still below the dashed limit."
     )
-    with _create_plot("Cache against loss", caption) as (plot, axes):
+    plots: list[Plot] = []
+    with _draw_plot(plots, "Cache against loss", caption) as axes:
         for label, color, marker in (("GQA, MQA", "C0", "s"), ("MLA", "C1", "o")):
             rows = [row for row in sweep.rows if ("MLA" in row.kind) == (label == "MLA")]
             sizes = [row.cache_elements for row in rows]
@@ -147,7 +138,7 @@ def plot_loss_by_cache(sweep: "SweepResult") -> Plot:
         axes.minorticks_off()
         # Descending: a larger saving is further to the right, where a margin holds the last name.
         axes.set_xlim(sweep.cache_elements * 1.15, ticks[0] / 1.6)
-        axes.set_xlabel("KV-cache elements per token per layer, and the saving")
-        axes.set_ylabel("excess loss, nats per token")
+        saved = "KV-cache elements per token per layer, and the saving"
+        axes.set(xlabel=saved, ylabel="excess loss, nats per token")
         axes.legend(loc="upper left")
-    return plot
+    return plots

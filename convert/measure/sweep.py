@@ -57,6 +57,7 @@ from kvfold.convert.measure.sweep_targets import (
     parse_targets,
     propose_default_targets,
 )
+from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import PairLosses
@@ -64,6 +65,8 @@ from kvfold.convert.walk.walk import Teacher, Walk, WalkLayer
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
 _OWN_OPTIONS = ("targets", "layout", "context", "out", "within", "quiet")
+# Given as arguments of the command, or without influence on the result.
+_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ class SweepRow:
     @property
     def command(self) -> list[str]:
         """The ``kvfold convert`` command that converts to this target, as a list of words."""
-        return format_convert_command(self.request)
+        given = self.request.collect_non_defaults()
+        options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
+        arguments = [self.request.model, self.request.out]
+        return ["kvfold", "convert", *arguments, *format_argv(options)]
 
     @property
     def expected(self) -> LossFigures | None:
