@@ -270,7 +270,7 @@ def check_models_can_be_opened(*models: str | None, quiet: bool = True) -> None:
     if not quiet:
         print(f"reading {escape_text(' and '.join(names))}", file=sys.stderr)
     for name in names:
-        open_checkpoint(name).close()
+        open_checkpoint(name)
 
 
 def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:

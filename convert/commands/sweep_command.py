@@ -68,8 +68,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     check_models_can_be_opened(request.model, quiet=request.quiet)
     with ProgressStages(quiet=request.quiet)("loading torch"):
         from kvfold.convert.conversion.convert import convert_checkpoint
-        from kvfold.convert.measure.plots import plot_loss_by_cache
-        from kvfold.convert.measure.report import write_report
+        from kvfold.convert.measure.report import plot_loss_by_cache, write_report
         from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(request)

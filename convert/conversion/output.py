@@ -5,7 +5,7 @@ the model card and ``kvfold.json``.
 import sys
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,19 +168,19 @@ def complete_output(
         write_small_file(folder / code.name, code.read_bytes())
     entries: dict[str, Any] = {}
     drift = None
-    with closing(open_checkpoint(folder)) as checkpoint:
-        checkpoint.digests.update(digests)
-        if calibration is not None:
-            from kvfold.convert.conversion.calibration import (
-                make_record_entries,
-                measure_checkpoint,
-            )
+    checkpoint = open_checkpoint(folder)
+    checkpoint.digests.update(digests)
+    if calibration is not None:
+        from kvfold.convert.conversion.calibration import (
+            make_record_entries,
+            measure_checkpoint,
+        )
 
-            drift = measure_checkpoint(checkpoint, calibration, stages, plan.request.cache)
-            entries = make_record_entries(calibration, notes, drift)
-        record = make_record(plan, entries)
-        write_small_file(folder / "README.md", render_model_card(plan, record, drift))
-        add_hashes(record, checkpoint)
+        drift = measure_checkpoint(checkpoint, calibration, stages, plan.request.cache)
+        entries = make_record_entries(calibration, notes, drift)
+    record = make_record(plan, entries)
+    write_small_file(folder / "README.md", render_model_card(plan, record, drift))
+    add_hashes(record, checkpoint)
     write_small_file(folder / RECORD, format_json(to_json_values(record)))
     remove_resume_files(folder)
     plan.checkpoint.check_unchanged()

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,8 @@ def list_models_to_benchmark(request: BenchRequest) -> list[BenchmarkedModel]:
     """
     models: list[BenchmarkedModel] = []
     for model in request.models:
-        with closing(open_checkpoint(model)) as checkpoint:
-            models.append(BenchmarkedModel(model, "stock", checkpoint.config, checkpoint.folder))
+        checkpoint = open_checkpoint(model)
+        models.append(BenchmarkedModel(model, "stock", checkpoint.config, checkpoint.folder))
     if request.shape is not None:
         for kind, config in _make_shape_configs(request.shape, request).items():
             models.append(BenchmarkedModel(kind, "stock", config))
@@ -234,8 +234,8 @@ def load_benchmarked_model(
             config = AutoConfig.for_model(**subject.config)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        with closing(open_checkpoint(subject.folder)) as checkpoint:
-            model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
+        checkpoint = open_checkpoint(subject.folder)
+        model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
     if subject.form == "absorbed":
         absorb(model)
     return model.eval()

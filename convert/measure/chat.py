@@ -5,7 +5,7 @@ chat template.
 import shutil
 import textwrap
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, Any
@@ -119,10 +119,10 @@ def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
     """The model ``name`` with its tokenizer, ready to chat; an MLA model of a stock class caches
     only its latent.
     """
-    with closing(open_checkpoint(name)) as checkpoint:
-        checkpoint.print_notes()
-        tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
-        model = load_whole_model(checkpoint, request)
+    checkpoint = open_checkpoint(name)
+    checkpoint.print_notes()
+    tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
+    model = load_whole_model(checkpoint, request)
     # Other attention has nothing to absorb.
     with suppress(ValueError):
         absorb(model)

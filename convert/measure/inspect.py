@@ -5,7 +5,6 @@ transformers.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -167,11 +166,11 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     Raises InputError if the checkpoint does not exist, its files are damaged or contradict its
     config, or its family is not supported.
     """
-    with closing(checkpoint_from_config(model) or open_checkpoint_headers(model)) as checkpoint:
-        try:
-            return _inspect_opened(checkpoint)
-        except InputError as error:
-            raise error.with_prefix(checkpoint.origin) from error
+    checkpoint = checkpoint_from_config(model) or open_checkpoint_headers(model)
+    try:
+        return _inspect_opened(checkpoint)
+    except InputError as error:
+        raise error.with_prefix(checkpoint.origin) from error
 
 
 def _inspect_opened(checkpoint: Checkpoint) -> Inspection:

@@ -18,7 +18,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,51 +264,49 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     stages = ProgressStages(progress, request.quiet)
     plans = {}
     rows = {}
-    with closing(open_checkpoint(request.model)) as checkpoint:
-        model = make_model(checkpoint.config, checkpoint.tensors)
-        if request.context is not None:
-            model = model.shorten_context(request.context)
-        for options in named or propose_default_targets(model, request.layout):
-            target = format_target(options)
-            if options["to"] == "mla":
-                options |= {"layout": request.layout, "context": request.context}
-            try:
-                conversion = ConvertRequest(**common, **options)
-                plans[target] = make_plan(conversion, checkpoint)
-            except InputError as error:
-                raise error.with_prefix(f"--targets {target}") from error
-        plan = next(iter(plans.values()))
-        plan.checkpoint.print_notes()
-        check_memory(plan)
-        with stages("reading the text and the model"):
-            calibration = load_source_and_text(plan, None, stages)
-        folds = {target: plan for target, plan in plans.items() if plan.mla_spec is None}
-        latents = {target: plan for target, plan in plans.items() if plan.mla_spec is not None}
-        groups = [group for group in (folds, latents) if group]
-        estimates = announce_stages(
-            "sweep", [group.values() for group in groups], calibration, stages
-        )
-        for group, seconds in zip(groups, estimates, strict=True):
-            stages.estimates = seconds
-            for row in _fit_and_measure_targets(group, calibration, stages):
-                rows[row.target] = row
-                if not request.quiet:
-                    print(f"{row.kind}: {format_metrics(row.measured)}", file=sys.stderr)
-        # A file that was replaced while its layers were read would give numbers of no model.
-        checkpoint.check_unchanged()
-        tokens = calibration.tokens
-        sequences, length = tokens.held_out.shape
-        text = describe_calibration_text(tokens.source)
-        return SweepResult(
-            model=request.model,
-            sha256=checkpoint.compute_model_digest(),
-            kind=plan.source_kind,
-            cache_elements=plan.cache_elements,
-            text=f"{sequences} x {length} held-out tokens of {text}",
-            within=request.within,
-            rows=[rows[target] for target in plans],
-            seconds=time.monotonic() - started,
-        )
+    checkpoint = open_checkpoint(request.model)
+    model = make_model(checkpoint.config, checkpoint.tensors)
+    if request.context is not None:
+        model = model.shorten_context(request.context)
+    for options in named or propose_default_targets(model, request.layout):
+        target = format_target(options)
+        if options["to"] == "mla":
+            options |= {"layout": request.layout, "context": request.context}
+        try:
+            conversion = ConvertRequest(**common, **options)
+            plans[target] = make_plan(conversion, checkpoint)
+        except InputError as error:
+            raise error.with_prefix(f"--targets {target}") from error
+    plan = next(iter(plans.values()))
+    plan.checkpoint.print_notes()
+    check_memory(plan)
+    with stages("reading the text and the model"):
+        calibration = load_source_and_text(plan, None, stages)
+    folds = {target: plan for target, plan in plans.items() if plan.mla_spec is None}
+    latents = {target: plan for target, plan in plans.items() if plan.mla_spec is not None}
+    groups = [group for group in (folds, latents) if group]
+    estimates = announce_stages("sweep", [group.values() for group in groups], calibration, stages)
+    for group, seconds in zip(groups, estimates, strict=True):
+        stages.estimates = seconds
+        for row in _fit_and_measure_targets(group, calibration, stages):
+            rows[row.target] = row
+            if not request.quiet:
+                print(f"{row.kind}: {format_metrics(row.measured)}", file=sys.stderr)
+    # A file that was replaced while its layers were read would give numbers of no model.
+    checkpoint.check_unchanged()
+    tokens = calibration.tokens
+    sequences, length = tokens.held_out.shape
+    text = describe_calibration_text(tokens.source)
+    return SweepResult(
+        model=request.model,
+        sha256=checkpoint.compute_model_digest(),
+        kind=plan.source_kind,
+        cache_elements=plan.cache_elements,
+        text=f"{sequences} x {length} held-out tokens of {text}",
+        within=request.within,
+        rows=[rows[target] for target in plans],
+        seconds=time.monotonic() - started,
+    )
 
 
 @dataclass

@@ -5,7 +5,6 @@ config.json.
 import math
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     []
     """
     try:
-        opened = open_checkpoint(out)
+        checkpoint = open_checkpoint(out)
     except InputError as error:
         # Of a checkpoint that kvfold wrote, say first which file changed since.
         folder = Path(out)
@@ -63,22 +62,21 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.parameters import WeightMap
     from kvfold.convert.stream.stock import build_empty_model
 
-    with closing(opened) as checkpoint:
-        files, tensors = read_hashes(checkpoint.folder)
-        if files and not tensors:
-            raise InputError(
-                f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it,"
-                " so the weights cannot be compared with it; convert the model again"
-            )
-        problems = list(find_changed_files(checkpoint.folder, files)) if files else []
-        # The class of config.json takes every tensor as it is.
-        weights = WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors)
-        problems += weights.list_mismatches(checkpoint.tensors)
-        problems += list_non_finite_tensors(checkpoint)
-        if files:
-            problems += find_changed_tensors(checkpoint, tensors)
-        elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-        checkpoint.check_unchanged()
+    files, tensors = read_hashes(checkpoint.folder)
+    if files and not tensors:
+        raise InputError(
+            f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it,"
+            " so the weights cannot be compared with it; convert the model again"
+        )
+    problems = list(find_changed_files(checkpoint.folder, files)) if files else []
+    # The class of config.json takes every tensor as it is.
+    weights = WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors)
+    problems += weights.list_mismatches(checkpoint.tensors)
+    problems += list_non_finite_tensors(checkpoint)
+    if files:
+        problems += find_changed_tensors(checkpoint, tensors)
+    elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    checkpoint.check_unchanged()
     return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
 
 

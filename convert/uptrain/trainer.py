@@ -8,7 +8,6 @@ and columns.
 import math
 import os
 import sys
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,12 +125,12 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype
     """
     if request.teacher is None:
         return None
-    with closing(open_checkpoint(request.teacher)) as opened:
-        tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
-        check_teacher_tokenizer(opened, source, tokenizer, request.trust_remote_code)
-        # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
-        with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
-            teacher = load_model(opened, dtype, request.trust_remote_code)
+    opened = open_checkpoint(request.teacher)
+    tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
+    check_teacher_tokenizer(opened, source, tokenizer, request.trust_remote_code)
+    # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
+    with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+        teacher = load_model(opened, dtype, request.trust_remote_code)
     return teacher.eval().requires_grad_(False)
 
 

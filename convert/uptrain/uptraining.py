@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -115,23 +115,24 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         raise InputError(
             "uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'"
         )
-    with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
-        if inner := find_text_type(source.config):
-            raise InputError(
-                f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
-                " models only; use another trainer"
-            )
-        if launched_as_rank0():
-            source.print_notes()
-        resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
-        request.training_folder.parent.mkdir(parents=True, exist_ok=True)
+    source = open_checkpoint(request.model)
+    if inner := find_text_type(source.config):
+        raise InputError(
+            f"{source.origin} wraps a model of type {inner}, but uptraining supports text models"
+            " only; use another trainer"
+        )
+    work = request.training_folder
+    resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    lock: AbstractContextManager[object] = nullcontext()
+    if launched_as_rank0():
+        source.print_notes()
         # No second run may write to the same folder meanwhile.
-        if launched_as_rank0():
-            locks.enter_context(lock_output(request.training_folder.absolute()))
+        lock = lock_output(work.absolute())
+    with lock:
         try:
             return _run_uptraining(request, source)
         except BaseException as error:
-            work = request.training_folder
             # A refusal of the folder says what to do with it.
             if any(work.glob("checkpoint-*")) and str(work) not in str(error):
                 error.add_note(f"{work} is kept: the same command continues")
@@ -202,8 +203,8 @@ def _check_memory(
         return
     teacher = 0
     if request.teacher is not None:
-        with closing(open_checkpoint(request.teacher)) as opened:
-            teacher = count_elements(opened) * precision.itemsize
+        opened = open_checkpoint(request.teacher)
+        teacher = count_elements(opened) * precision.itemsize
     on_gpu = choose_device(request.device).type == "cuda"
     tokens = sequences * request.seq_len
     needs = [
@@ -255,8 +256,8 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
-        with closing(open_checkpoint(request.teacher)) as teacher:
-            files += teacher.states
+        teacher = open_checkpoint(request.teacher)
+        files += teacher.states
     now = json.dumps(
         {"options": request.collect_result_options(), "files": fingerprint_files(files)}, indent=1
     )
