@@ -67,13 +67,13 @@ class WeightMap:
         """Find the stored tensors of each parameter by the renaming rules of transformers."""
         self.model = model
         self.expected: dict[str, Tensor] = dict(model.state_dict())
-        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        tied = model.all_tied_weights_keys
         # files have either of two tied parameters
         self.tied: dict[str, str] = {**{source: target for target, source in tied.items()}, **tied}
         self.sources = _find_sources(model, self.expected, names)
         self._float32_modules = {
-            *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+            *(model._keep_in_fp32_modules or ()),
+            *(model._keep_in_fp32_modules_strict or ()),
         }
 
     def find_sources(self, prefix: str) -> list[WeightSource]:

@@ -140,7 +140,7 @@ def use_blockwise_attention(model: Any, device: torch.device) -> None:
     if (
         device.type == "cpu"
         and model.config._attn_implementation == "sdpa"
-        and getattr(model, "_supports_attention_backend", False)
+        and model._supports_attention_backend
     ):
         # The model's own method refuses classes whose files do not spell the call as transformers
         # does.
