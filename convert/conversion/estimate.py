@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration, measure_logits_share
@@ -24,7 +23,6 @@ from kvfold.convert.conversion.splits import (
 )
 from kvfold.convert.formatting import format_duration, format_labeled_rows
 from kvfold.convert.progress import ProgressStages
-from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.budget import (
     choose_refine_batch_size,
     count_polish_steps,
@@ -39,16 +37,6 @@ _TRIAL_TOKENS = 2048  # chosen, not tuned
 _STEP = 3.0
 _ATTENTION = 0.5
 _TRAINED_LOGITS = 1.4
-
-
-class LayerTrial(NamedTuple):
-    """Seconds that layer 0 takes: to fit it, and per token to run it in the source and in the
-    student.
-    """
-
-    fit: float
-    run: float
-    student: float
 
 
 def announce_stages(
@@ -88,49 +76,44 @@ def _estimate_stages(
     """
     tokens = calibration.tokens
     source = calibration.source
-    trial = try_first_layer(plans[0], calibration)
-    trial = trial._replace(run=trial.run / len(plans))
-    student = source.layers * trial.student
-    both = source.layers * trial.run + student
+    fit, run, student = try_first_layer(plans[0], calibration)
+    shared_run = run / len(plans)
+    students = source.layers * student
+    both = source.layers * (shared_run + student)
     shapes = (weight.shape for weight in source.weights.expected.values())
-    logits = 2 * student * measure_logits_share(shapes, source.vocabulary)
+    logits = 2 * students * measure_logits_share(shapes, source.vocabulary)
     held_out = tokens.held_out.numel()
     seconds: dict[str, float] = defaultdict(float)
     for plan in plans:
         request = plan.request
+        length = request.calibration_length
         if request.to == "mla" and plan.method.reads_text:
-            seconds["survey"] += source.layers * SURVEYED * trial.run
+            seconds["survey"] += source.layers * SURVEYED * shared_run
         if request.budget is not None:
             trials = len(list_mla_specs(request, plan.model)) + FINALISTS * bool(request.refine)
             walked = (TRIAL_CALIBRATION + TRIAL_HELD_OUT) * both
-            seconds["splits"] += trials * (TRIAL_LAYERS * trial.fit + walked)
-        seconds[stage] += (source.layers - finished) * _estimate_layer(plan, tokens, trial)
+            seconds["splits"] += trials * (TRIAL_LAYERS * fit + walked)
+        steps = MOST_STEPS if request.refine == "auto" else int(request.refine)
+        refined = steps * choose_refine_batch_size(length) * length
+        walked = tokens.calibration.numel() + held_out
+        layer = fit + walked * (shared_run + student) + refined * _STEP * _ATTENTION * student
+        seconds[stage] += (source.layers - finished) * layer
         if stage == "sweep":
             seconds["measure"] += held_out * logits
             continue
         if request.polish:
-            length = request.calibration_length
             steps = count_polish_steps(request.polish, length)
-            step_cost = both + (_STEP - 1) * student + _TRAINED_LOGITS * logits
+            step_cost = both + (_STEP - 1) * students + _TRAINED_LOGITS * logits
             seconds["polish"] = steps * count_step_tokens(length) * step_cost
-        seconds["measure"] = held_out * (both + student + logits)
+        seconds["measure"] = held_out * (both + students + logits)
         seconds["positions"] = tokens.long.numel() * (both + logits)
     return seconds
 
 
-def _estimate_layer(plan: Plan, tokens: CalibrationTokens, trial: LayerTrial) -> float:
-    """Return about how many seconds it takes to convert a layer by ``plan``."""
-    refine = plan.request.refine
-    length = plan.request.calibration_length
-    steps = MOST_STEPS if refine == "auto" else int(refine)
-    trained = steps * choose_refine_batch_size(length) * length
-    walked = tokens.calibration.numel() + tokens.held_out.numel()
-    run = walked * (trial.run + trial.student)
-    return trial.fit + run + trained * _STEP * _ATTENTION * trial.student
-
-
-def try_first_layer(plan: Plan, calibration: Calibration) -> LayerTrial:
-    """Convert layer 0 on a few tokens, and return the measured times."""
+def try_first_layer(plan: Plan, calibration: Calibration) -> tuple[float, float, float]:
+    """Convert layer 0 on a few tokens. Returns the seconds to fit it, and those per token to run it
+    in the source and in the student.
+    """
     source = calibration.source
     tokens = calibration.tokens.calibration
     tokens = tokens[: max(1, _TRIAL_TOKENS // tokens.shape[1])]
@@ -150,4 +133,4 @@ def try_first_layer(plan: Plan, calibration: Calibration) -> LayerTrial:
     times.append(time.monotonic())
     run, fit, student = (end - start for start, end in pairwise(times))
     passed = 2 * tokens.numel()
-    return LayerTrial(fit, run / passed, student / passed)
+    return fit, run / passed, student / passed

@@ -337,12 +337,12 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     """The KV-cache size of the model ``result``. ``windows`` has an entry per layer, None for full
     attention.
     """
-    layer_bytes = result.count_cache_elements() * DTYPES[dtype]["bits"] // 8
+    elements = result.count_cache_elements()
+    layer_bytes = elements * DTYPES[dtype]["bits"] // 8
     by_context = {}
     for name, context in CONTEXTS.items():
         slots = sum(min(context, window or context) for window in windows)
         by_context[name] = layer_bytes * slots
-    elements = result.count_cache_elements()
     sizes = {name: _count_rounded_bytes(result, bits) for name, bits in ROUNDED.items()}
     return CacheSize(elements, sizes, len(windows) * layer_bytes, by_context)
 
