@@ -259,22 +259,17 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     def _forward(self, input_ids: Tensor, teacher_states: Tensor | None) -> Tensor:
         """The forward pass of the trained model instead of its class's, which returns all logits:
         return the summed loss of ``input_ids [B, T]`` in training, and else the sums of
-        `sum_prediction_drift` by sequence.
+        `sum_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the model is
+        compared with itself.
         """
         # The last position has no next token and does not count.
         states = self._head.compute_states(input_ids)[:, :-1]
         labels = input_ids[:, 1:]
-        if not self.model.training:
-            return self._sum_drift(states, teacher_states, labels)
-        # Looked up at each call, because sharding replaces the parameters.
-        weights = [weight for weight in self._list_head_weights() if weight.requires_grad]
-        target = labels if teacher_states is None else teacher_states
-        return sum_loss(self._head, states, target, self._teacher_head, weights)
-
-    def _sum_drift(self, states: Tensor, teacher_states: Tensor | None, labels: Tensor) -> Tensor:
-        """Return the sums of `sum_prediction_drift` by sequence, ``[B, figures]`` in float64;
-        without a teacher, the model is compared with itself.
-        """
+        if self.model.training:
+            # Looked up at each call, because sharding replaces the parameters.
+            weights = [weight for weight in self._list_head_weights() if weight.requires_grad]
+            target = labels if teacher_states is None else teacher_states
+            return sum_loss(self._head, states, target, self._teacher_head, weights)
         sums = states.new_zeros(len(states), len(PredictionFigures._fields), dtype=torch.float64)
         for block in split_logits(states, self._head.vocabulary, states.device):
             logits = self._head.compute_logits(states[block])
