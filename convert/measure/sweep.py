@@ -47,7 +47,7 @@ from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import describe_calibration_text, get_package_versions
-from kvfold.convert.conversion.splits import SourceSurvey, choose_cache_split, survey_layers
+from kvfold.convert.conversion.splits import choose_cache_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import make_model
 from kvfold.convert.formatting import format_duration
@@ -309,16 +309,6 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     )
 
 
-@dataclass
-class _TargetStudent:
-    """A student that is converted to one target, and its walk through the layers."""
-
-    target: str
-    plan: Plan
-    walk: Walk
-    seconds: float = 0.0
-
-
 def _fit_and_measure_targets(
     plans: Mapping[str, Plan], calibration: Calibration, stages: ProgressStages
 ) -> Iterator[SweepRow]:
@@ -326,48 +316,44 @@ def _fit_and_measure_targets(
     MLA or none is.
     """
     first = next(iter(plans.values()))
-    survey = SourceSurvey([], {})
     if first.mla_spec is not None:
         trials = any(plan.request.budget is not None for plan in plans.values())
         survey = survey_layers(first, calibration, stages, trials)
-    teacher = Teacher(
-        calibration.source,
-        calibration.tokens.held_out,
-        calibration.tokens.calibration,
-        first.model,
-    )
-    students = []
-    for target, plan in plans.items():
-        if plan.mla_spec is not None:
-            plan, _ = choose_cache_split(plan, calibration, survey, stages)
-        walk = Walk(teacher, build_student(plan, calibration))
-        students.append(_TargetStudent(target, plan, walk))
-    with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
+        plans = {
+            target: choose_cache_split(plan, calibration, survey, stages)[0]
+            for target, plan in plans.items()
+        }
+    tokens = calibration.tokens
+    teacher = Teacher(calibration.source, tokens.held_out, tokens.calibration, first.model)
+    walks = {
+        target: Walk(teacher, build_student(plan, calibration)) for target, plan in plans.items()
+    }
+    seconds = dict.fromkeys(plans, 0.0)
+    with stages("sweep", teacher.stream.layers * len(plans), "fit") as advance:
         for lesson in teacher.run_layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
             # heads that stay.
             shared: dict[bool, PairLosses] = {}
-            for student in students:
+            for target, plan in plans.items():
                 started = time.monotonic()
-                walk_layer = WalkLayer(lesson, student.walk)
-                plan = student.plan
+                walk_layer = WalkLayer(lesson, walks[target])
                 tensors, _ = convert_layer(plan, walk_layer, plan.request.refine, shared)
                 walk_layer.advance_student(tensors)
-                student.seconds += time.monotonic() - started
+                seconds[target] += time.monotonic() - started
                 advance(1)
-    compared = calibration.tokens.held_out[:, 1:].numel()
-    with stages("measure", compared * len(students), "token") as advance:
-        for student in students:
-            request = student.plan.request
-            if latent := student.plan.mla_spec:
+    compared = tokens.held_out[:, 1:].numel()
+    with stages("measure", compared * len(plans), "token") as advance:
+        for target, plan in plans.items():
+            request = plan.request
+            if latent := plan.mla_spec:
                 request = replace(
                     request, budget=None, kv_rank=latent.kv_rank, rope_dim=latent.rope_dim
                 )
             yield SweepRow(
-                target=student.target,
+                target=target,
                 request=request,
-                kind=student.plan.output.kind,
-                cache_elements=student.plan.result.count_cache_elements(),
-                measured=student.walk.measure_drift(advance),
-                seconds=student.seconds,
+                kind=plan.output.kind,
+                cache_elements=plan.result.count_cache_elements(),
+                measured=walks[target].measure_drift(advance),
+                seconds=seconds[target],
             )

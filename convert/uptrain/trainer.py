@@ -259,8 +259,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     def _forward(self, input_ids: Tensor, teacher_states: Tensor | None) -> Tensor:
         """The forward pass of the trained model instead of its class's, which returns all logits:
         return the summed loss of ``input_ids [B, T]`` in training, and else the sums of
-        `sum_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the model is
-        compared with itself.
+        `sum_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the
+        model is compared with itself.
         """
         # The last position has no next token and does not count.
         states = self._head.compute_states(input_ids)[:, :-1]
