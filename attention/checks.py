@@ -25,16 +25,19 @@ def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int])
         )
 
 
-def expect_divides(name: str, divisor: int, total_name: str, total: int) -> None:
-    """Raise ValueError unless ``divisor`` is positive and divides ``total``."""
-    if divisor < 1 or total % divisor:
-        raise ValueError(f"{name} = {divisor} must divide {total_name} = {total}")
+def expect_groups(groups: int, heads: int) -> None:
+    """Raise ValueError unless ``groups`` key heads can serve ``heads`` query heads."""
+    if groups < 1 or heads % groups:
+        raise ValueError(
+            f"the number of key heads G = {groups} must divide the number of query heads H ="
+            f" {heads}"
+        )
 
 
-def expect_at_least(name: str, value: int, minimum: int) -> None:
-    """Raise ValueError if ``value`` is below ``minimum``."""
-    if value < minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
+def expect_positive(name: str, value: int) -> None:
+    """Raise ValueError if ``value`` is below 1."""
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 def expect_dtype_and_device(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention.blocked import AttentionScores, blocked_attention
-from kvfold.attention.checks import expect_divides, expect_dtype_and_device, expect_shape
+from kvfold.attention.checks import expect_dtype_and_device, expect_groups, expect_shape
 from kvfold.attention.mask import Visibility, check_mask_arguments
 
 # Gradients over very few keys are differences of nearly equal numbers, which torch's kernel rounds
@@ -50,7 +50,7 @@ def grouped_attention(
     expect_shape("key", key, "B G S D", {"B": batch, "D": width})
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
-    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
+    expect_groups(groups, heads)
     expect_dtype_and_device("key", key, "query", query)
     expect_dtype_and_device("value", value, "query", query)
     rule = check_mask_arguments(

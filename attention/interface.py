@@ -53,17 +53,10 @@ def blockwise_attention(
     slow = autocast or (on_cpu and value.shape[-1] < query.shape[-1])
     plain = attention_mask is None and options.get("position_bias") is None and not dropout
     if softcap is None and s_aux is None and not (slow and plain):
-        z, _ = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            scaling,
-            **options,
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
         )
-        return z, None
+        return result
     # rotary tables are float32 and widen queries and keys
     if autocast:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))

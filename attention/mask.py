@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_at_least, expect_dtype_and_device, expect_shape
+from kvfold.attention.checks import expect_dtype_and_device, expect_positive, expect_shape
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def check_mask_arguments(
     """
     queries = query.shape[2]
     if window is not None:
-        expect_at_least("window", window, 1)
+        expect_positive("window", window)
         if not causal:
             raise ValueError(f"window is {window}; with causal=False, it must be None")
     for name, slots in (("starts", starts), ("lengths", lengths)):

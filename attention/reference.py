@@ -20,14 +20,13 @@ from torch import Tensor
 RotateHead = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the queries, keys or values of one head, ``[T, D]``: ``q_t = W x_t + b`` (Vaswani
-    2017, 3.2.2).
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the queries, keys or values of one head, ``[T, D]``: ``q_t = W x_t`` (Vaswani 2017,
+    3.2.2).
 
-    ``x [T, E]``, ``weight [D, E]``, ``bias [D]`` -> ``[T, D]``.
+    ``x [T, E]``, ``weight [D, E]`` -> ``[T, D]``.
     """
-    rows = [weight @ token if bias is None else weight @ token + bias for token in x]
-    return torch.stack(rows)
+    return torch.stack([weight @ token for token in x])
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False) -> Tensor:
@@ -57,14 +56,15 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
 def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, rotary: RotateHead | None = None
 ) -> Tensor:
-    """Return the rotated projections of all heads, ``[H, T, D]``, for ``weight [H, D, E]`` and
-    ``bias [H, D]``.
+    """Return the rotated projections of all heads, ``W x_t + b``, ``[H, T, D]``, for ``weight [H,
+    D, E]`` and ``bias [H, D]``.
     """
-    biases = [None] * len(weight) if bias is None else bias
-    heads = [project(x, w, b) for w, b in zip(weight, biases, strict=True)]
-    return torch.stack(
-        heads if rotary is None else [rotary(head, torch.arange(len(x))) for head in heads]
-    )
+    heads = torch.stack([project(x, w) for w in weight])
+    if bias is not None:
+        heads = heads + bias[:, None]
+    if rotary is not None:
+        heads = torch.stack([rotary(head, torch.arange(len(x))) for head in heads])
+    return heads
 
 
 def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -75,10 +75,7 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """
     result = []
     for token in range(heads.shape[1]):
-        y = sum(
-            (weight[:, head] @ heads[head, token] for head in range(heads.shape[0])),
-            torch.zeros(()),
-        )
+        y = torch.stack([w @ z[token] for w, z in zip(weight.unbind(1), heads, strict=True)]).sum(0)
         result.append(y if bias is None else y + bias)
     return torch.stack(result)
 
@@ -113,7 +110,6 @@ class MaskSettings:
 
 
 CAUSAL = MaskSettings()
-BIDIRECTIONAL = MaskSettings(causal=False)
 
 
 def attend_one_head(
@@ -142,12 +138,7 @@ def attend_one_head(
         # a common factor of all powers cancels; without it they would overflow
         powers = torch.exp(row - row.detach().max())
         weights = powers / powers.sum()
-        result.append(
-            sum(
-                (a * v for a, v in zip(weights, value, strict=True)),
-                torch.zeros(()),
-            )
-        )
+        result.append(sum(a * v for a, v in zip(weights, value, strict=True)))
     return torch.stack(result)
 
 
@@ -182,25 +173,18 @@ class LatentProjections:
 
 
 def grouped_query_attention(
-    x: Tensor,
-    w: GroupedProjections,
-    masks: MaskSettings = CAUSAL,
-    rotary: RotateHead | None = None,
-    memory: Tensor | None = None,
+    x: Tensor, w: GroupedProjections, rotary: RotateHead | None = None
 ) -> Tensor:
     """Return grouped-query attention ``[T, E]``: ``y = sum_h W_o,h attention(W_q,h x, W_k,g x,
     W_v,g x) + b``, with head ``h`` in group ``g``.
 
     ``G`` key heads serve ``H`` query heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani
-    2017, 3.2.2), ``G = 1`` multi-query attention (Shazeer 2019, sec. 3). Encoders use no mask
-    (``BIDIRECTIONAL``), and neither does cross attention, which computes keys and values from the
-    encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
+    2017, 3.2.2), ``G = 1`` multi-query attention (Shazeer 2019, sec. 3).
     """
     query = project_heads(x, w.query, w.query_bias, rotary)
-    source = x if memory is None else memory
-    key = project_heads(source, w.key, w.key_bias, rotary)
-    value = project_heads(source, w.value, w.value_bias)
-    return project_output(attend_grouped_heads(query, key, value, masks), w.output, w.output_bias)
+    key = project_heads(x, w.key, w.key_bias, rotary)
+    value = project_heads(x, w.value, w.value_bias)
+    return project_output(attend_grouped_heads(query, key, value, CAUSAL), w.output, w.output_bias)
 
 
 def attend_grouped_heads(query: Tensor, key: Tensor, value: Tensor, masks: MaskSettings) -> Tensor:

@@ -118,7 +118,7 @@ def compare_models(
     student: LayerStream,
     tokens: Tensor,
     batch: int,
-    progress: ComparisonProgress = lambda tokens, heads: None,
+    progress: ComparisonProgress,
 ) -> DriftMeasurement:
     """Compare ``student`` with ``teacher`` layer by layer over ``tokens [N, T]``, ``batch``
     sequences at a time.
@@ -174,7 +174,7 @@ def compare_predictions(
     expected: Sequence[Tensor],
     actual: Sequence[Tensor],
     batches: Sequence[Tensor],
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None],
 ) -> DriftMeasurement:
     """Compare the models' next-token distributions, from their residual streams after the last
     layer (lists of ``[B, T, E]``). Logits of a block of tokens are in memory at a time; calls

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.blocked import AttentionScores
-from kvfold.attention.checks import expect_divides, expect_shape
+from kvfold.attention.checks import expect_groups, expect_shape
 from kvfold.attention.mask import Visibility
 
 
@@ -41,7 +41,7 @@ def sum_attention_by_distance_and_key(
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
     groups = key.shape[1]
-    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
+    expect_groups(groups, heads)
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = torch.unflatten(query.to(wide), 1, (groups, -1))
     rule = Visibility(window=window)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.checks import expect_at_least
+from kvfold.attention.checks import expect_positive
 from kvfold.attention.drift.compare import (
     ComparisonProgress,
     DriftMeasurement,
@@ -148,7 +148,7 @@ def measure_drift(
             " with N >= 1, T >= 2 and dtype torch.int64 or torch.int32"
         )
     size = max(1, TOKENS_AT_ONCE // tokens.shape[1]) if batch is None else batch
-    expect_at_least("batch", size, 1)
+    expect_positive("batch", size)
     streams = []
     for model in (source, student):
         on_gpu = device is None and isinstance(model, nn.Module) and torch.cuda.is_available()
@@ -172,7 +172,7 @@ def make_drift_report(
     tokens: Tensor,
     *,
     floor: bool = True,
-    progress: ComparisonProgress = lambda tokens, heads: None,
+    progress: ComparisonProgress,
 ) -> DriftReport:
     """Return the report on ``measured``, a comparison over ``tokens [N, T]``, with the cache sizes
     in bytes and, if ``floor`` is true, the drift that rounding alone causes.

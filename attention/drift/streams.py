@@ -105,8 +105,8 @@ class LoadedStream:
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         first = next(model.parameters())
         self.model = model

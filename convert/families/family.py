@@ -60,13 +60,12 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = _FILE["default_sizes"]
 # Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
-PLAIN_NAMES = WrapperPrefixes("model.", "lm_head.")
+_PLAIN_NAMES = WrapperPrefixes("model.", "lm_head.")
 _WRAPPED_NAMES = WrapperPrefixes(
     "model.language_model.", "lm_head."
 )  # as transformers 5 writes them
 _OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
 _IDEFICS_NAMES = WrapperPrefixes("model.text_model.", "lm_head.")
-_SEE_SUPPORTED_MODELS = "choose a model with a plain KV cache, such as Llama, Qwen or Mistral"
 
 
 def find_text_type(config: Mapping[str, Any]) -> str | None:
@@ -101,7 +100,7 @@ def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
     """The prefixes that the tensor names of a multimodal checkpoint use; without a match, those
     that transformers 5 writes.
     """
-    for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, _IDEFICS_NAMES, PLAIN_NAMES):
+    for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, _IDEFICS_NAMES, _PLAIN_NAMES):
         if f"{spelling.tower}embed_tokens.weight" in names:
             return spelling
     return _WRAPPED_NAMES
@@ -154,7 +153,8 @@ def _explain_refusal(config: Mapping[str, Any]) -> str:
                 if any(entry in values for entry in entries):
                     return str(row["reason"])
     return (
-        f"is not a supported causal language model or wrapper around one; {_SEE_SUPPORTED_MODELS}"
+        "is not a supported causal language model or wrapper around one; choose a model with a"
+        " plain KV cache, such as Llama, Qwen or Mistral"
     )
 
 

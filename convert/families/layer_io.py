@@ -50,8 +50,12 @@ def read_attention_weights(model: Model, layer: int, read: Read) -> AttentionWei
             continue
         stored = [load_attention_tensor(f"{name}.{kind}") for name in attention.qkv]
         rows = [torch.unflatten(tensor, 0, (-1, size.head_dim)) for tensor in stored]
-        if len(rows) == 1:
-            rows = _split_fused_heads(attention, rows[0], size.kv_heads)
+        if len(rows) == 1 and attention.layout == "per_group":
+            # Each group lies together (GPT-NeoX, Falcon): its queries, its key, its value.
+            groups = torch.unflatten(rows[0], 0, (size.kv_heads, -1))
+            rows = [groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]]
+        elif len(rows) == 1:
+            rows = list(torch.split(rows[0], [size.heads, size.kv_heads, size.kv_heads]))
         for role, heads in zip("qkv", rows, strict=True):
             tensors[f"{role}{suffix}"] = heads
     if "o" in model.biased:
@@ -101,17 +105,6 @@ def make_stored_tensors(
     # Nothing may be left out without a word.
     assert result.keys() == set(model.list_attention_tensors(layer, roles))
     return result
-
-
-def _split_fused_heads(attention: AttentionSchema, fused: Tensor, kv_heads: int) -> list[Tensor]:
-    """The heads of queries ``[H, ...]``, keys ``[G, ...]`` and values ``[G, ...]`` in a fused
-    tensor ``[H + 2 G, ...]``.
-    """
-    if attention.layout == "per_group":
-        # Each group lies together (GPT-NeoX, Falcon): its queries, then its key, then its value.
-        groups = torch.unflatten(fused, 0, (kv_heads, -1))
-        return [groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]]
-    return list(torch.split(fused, [len(fused) - 2 * kv_heads, kv_heads, kv_heads]))
 
 
 def _join_projection_heads(

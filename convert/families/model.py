@@ -74,9 +74,8 @@ class AttentionLayer:
     rotates: bool
     softcap: float | None
     clip: float | None
-    alibi: bool  # linear biases by distance
     sparse: bool  # a mixture of experts instead of one MLP
-    growth: float = 0.0
+    growth: float
 
 
 def _read_model_sizes(values: ConfigValues) -> ModelSizes:
@@ -317,7 +316,7 @@ class Model:
             table = read_rope_parameters(values, values["layer_type"])
             if table.get(rotary.query_growth):
                 growth = read_positive_number(table, rotary.query_growth)
-        names = ("window", "softcap", "clip", "alibi")
+        names = ("window", "softcap", "clip")
         return AttentionLayer(
             index=index,
             type=values["layer_type"],

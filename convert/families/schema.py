@@ -108,10 +108,10 @@ class AttentionSchema:
     projection they are concatenated or interleaved by group (the queries that share a key, the key,
     its value). ``transposed``:
     weights are ``[inputs, outputs]``, as in the Conv1D of GPT-2. ``sinks``: the tensor with one
-    score per query head for an extra key whose value is zero (gpt-oss). ``alibi``: the model adds
-    linear distance biases to the scores (ALiBi). ``shown``: the stock class calls transformers'
-    attention functions, which lets kvfold record queries and keys. ``dropout`` applies to attention
-    weights in training, ``output_dropout`` to the result of the output projection.
+    score per query head for an extra key whose value is zero (gpt-oss). ``shown``: the stock class
+    calls transformers' attention functions, which lets kvfold record queries and keys. ``dropout``
+    applies to attention weights in training, ``output_dropout`` to the result of the output
+    projection.
     """
 
     module: str
@@ -128,7 +128,6 @@ class AttentionSchema:
     softcap: Expression = None
     clip: Expression = None
     transposed: bool = False
-    alibi: Expression = False
     shown: bool = True
     dropout: Expression = 0.0
     output_dropout: Expression = 0.0

@@ -57,18 +57,16 @@ class DistanceMixture:
 
 
 def mix_distances(
-    profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None
+    profile: Tensor, context: int, uniform: float = 0.0, tail: float = TAIL
 ) -> DistanceMixture:
     """Return a distribution over query-key distances that mixes the measured ``profile [H, S]``
     with longer distances, for a model that must support ``context`` positions.
 
     It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is
-    longer. ``uniform`` is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share
-    of the rest.
+    longer. ``uniform`` is the share of the flat part; ``tail`` is the tail's share of the rest.
     """
     reach = max(profile.shape[1], min(context, FARTHEST))
-    share = TAIL if tail is None else tail
-    return DistanceMixture(profile.double(), reach, (1 - uniform) * share, uniform)
+    return DistanceMixture(profile.double(), reach, (1 - uniform) * tail, uniform)
 
 
 def compute_rotary_moments(distances: DistanceMixture, speed: Tensor) -> Tensor:

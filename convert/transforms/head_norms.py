@@ -129,17 +129,13 @@ def linearize_norms(
     """
     if not has_norms(weights):
         return weights
-    constant = weights.q_bias is not None
-    queries = slice(weights.heads)
     rows = append_bias(weights.q, weights.q_bias)
-    q = _fit_linear_map(rows, weights.q_norm, statistics, queries, constant)
-    q, q_bias = split_bias(q, constant)
+    constant = weights.q_bias is not None
+    q, q_bias = _fit_linear_map(rows, weights.q_norm, statistics, slice(weights.heads), constant)
+    rows = append_bias(weights.k, weights.k_bias)
     constant = key_constant or weights.k_bias is not None
     keys = slice(weights.heads, None)
-    rows = append_bias(weights.k, weights.k_bias)
-    k, k_bias = split_bias(
-        _fit_linear_map(rows, weights.k_norm, statistics, keys, constant), constant
-    )
+    k, k_bias = _fit_linear_map(rows, weights.k_norm, statistics, keys, constant)
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 
@@ -163,20 +159,19 @@ def linearize_norms_by_divisors(
 
 def _fit_linear_map(
     rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
-) -> Tensor:
-    """Return the linear map ``[n, D, E+1]`` closest to the projection ``rows [n, D, E+1]`` followed
-    by ``norm``; ``rows`` if it is None.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight ``[n, D, E]`` and the bias ``[n, D]`` of the linear map closest to the
+    projection ``rows [n, D, E+1]`` followed by ``norm``; those of ``rows`` if it is None.
 
-    ``heads`` selects these heads in the statistics. Without ``constant`` the last column of ``L``
-    is zero.
+    ``heads`` selects these heads in the statistics. Without ``constant`` there is no bias.
     """
     if norm is None:
-        return rows
+        return split_bias(rows, constant)
     start = _divide_by_constant(rows, norm, statistics, heads).affine
     if not constant:
         start[..., -1] = 0
     if statistics.normed is None:
-        return start
+        return split_bias(start, constant)
     moment = compute_input_moment(statistics, ridge=0.0)
     residual = statistics.normed[heads] - start @ moment
     # The fewer tokens, the stronger the pull toward L_0.
@@ -184,7 +179,7 @@ def _fit_linear_map(
     moment[:-1, :-1].diagonal().add_(ridge)
     size = len(moment) if constant else len(moment) - 1
     start[..., :size] += torch.linalg.solve(moment[:size, :size], residual[..., :size], left=False)
-    return start
+    return split_bias(start, constant)
 
 
 def _divide_by_constant(

@@ -398,7 +398,7 @@ def run_layer(
 
 @torch.no_grad()
 def run_all_layers(
-    stream: CheckpointStream, tokens: Tensor, progress: Callable[[], None] = lambda: None
+    stream: CheckpointStream, tokens: Tensor, progress: Callable[[], None]
 ) -> HiddenStates:
     """Return the residual streams after the last layer for ``tokens [N, T]``, in chunks; one layer
     is in memory at a time. Calls ``progress()`` after each layer.

@@ -53,28 +53,25 @@ class PairLosses:
         layer's output, is added to each. Computed at first use, because a single candidate does not
         need them.
         """
-        layer_moments = self.layer_moments
-        heads = layer_moments.weights.kv_heads
-        pairs = torch.combinations(torch.arange(heads, device=layer_moments.moment.device))
+        moment = self.layer_moments.moment
+        moments = self.layer_moments.head_moments
+        heads = len(moments.keys)
+        pairs = torch.combinations(torch.arange(heads, device=moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
-        roots, _ = compute_metric_roots(layer_moments.head_moments.metric)
+        roots, _ = compute_metric_roots(moments.metric)
         measure_pairs = torch.vmap(self._measure_pair, in_dims=(0, None), chunk_size=heads)
         errors, energies, value_errors = measure_pairs(pairs, roots)
         first, second = pairs.unbind(1)
-        score_lost = layer_moments.moment.new_zeros(
-            heads, heads
-        )  # [j, i]: of i's queries, shared with j
+        score_lost = moment.new_zeros(heads, heads)  # [j, i]: of i's queries, shared with j
         score_lost[second, first], score_lost[first, second] = errors.unbind(1)
-        score_energy = layer_moments.moment.new_zeros(heads)
+        score_energy = moment.new_zeros(heads)
         score_energy[pairs] = energies
         value_lost = torch.zeros_like(score_lost)
         value_lost[first, second] = value_errors
-        mean = layer_moments.values @ layer_moments.moment[-1]
-        value_energy = torch.einsum(
-            "gagb,gab->g", layer_moments.head_moments.values, layer_moments.head_moments.metric
-        )
-        constant = torch.einsum("ga,gab,gb->g", mean, layer_moments.head_moments.metric, mean)
+        mean = self.layer_moments.values @ moment[-1]
+        value_energy = torch.einsum("gagb,gab->g", moments.values, moments.metric)
+        constant = torch.einsum("ga,gab,gb->g", mean, moments.metric, mean)
         varying = (value_energy - constant).clamp(min=0)
         value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []

@@ -48,13 +48,7 @@ def adapt_to_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     The RMS is one on average, so the norm's eps does not matter. The latent must not be centered,
     because the norm would apply to its bias too.
     """
-    return _change_coordinates(latent, *fit_norm_coordinates(latent.down, inputs))
-
-
-def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> LatentWeights:
-    """Return ``latent`` with the down-projection ``down [R, E]``; ``back [R, R]`` maps its channels
-    to the present ones, which the up-projections read.
-    """
+    down, back = fit_norm_coordinates(latent.down, inputs)
     return replace(
         latent,
         down=down.to(latent.down).contiguous(),

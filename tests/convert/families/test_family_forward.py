@@ -74,7 +74,9 @@ class Decoder:
         if how.growth:
             original = read_rope_parameters(self.model.values)["original_max_position_embeddings"]
             q = q * (1 + how.growth * torch.log(1 + torch.floor(positions / original)))[:, None]
-        if how.alibi:  # one more dim, for numbers of heads that are powers of two
+        config = self.model.config
+        if config["model_type"] in ("bloom", "mpt") or config.get("alibi"):
+            # one more dim, for numbers of heads that are powers of two
             slopes = 2.0 ** (-8 / weights.heads * torch.arange(1, weights.heads + 1)) / how.scale
             q = torch.cat([q, slopes[:, None, None].expand(*q.shape[:3], 1)], -1)
             k = torch.cat([k, positions[:, None].expand(*k.shape[:3], 1)], -1)
