@@ -58,12 +58,9 @@ class PrincipalFold(Method):
 
     def fit_weights(self, layer: FoldLayer) -> ConvertedLayer:
         """Return the layer with folded key/value heads, and the chosen groups of heads as notes."""
-        from kvfold.convert.transforms.sinks import weight_tokens_by_attention
-
-        statistics = layer.require_statistics()
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
         folds: list[tuple[float, Partition, AttentionWeights]] = []
-        for _, weighted in weight_tokens_by_attention(statistics):
+        for weighted in layer.require_statistics().list_token_weightings():
             known = folds[0][1] if folds and layer.weights.kv_heads > _SEARCHED_HEADS else None
             folds.append(fold_with_best_groups(layer, weighted, known))
         _, groups, weights = min(folds, key=lambda fold: fold[0])

@@ -33,19 +33,18 @@ class PrincipalLatent(Method):
         """Return the layer converted to latent attention by the fit with the least
         held-out error.
         """
-        from kvfold.convert.transforms.latent.variants import adapt_to_norm
-        from kvfold.convert.transforms.sinks import add_sink_channel, weight_tokens_by_attention
+        from kvfold.convert.transforms.latent.variants import adapt_to_norm, add_sink_channel
 
         statistics = layer.require_statistics()
         fits = []
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-        for share, weighted in weight_tokens_by_attention(statistics):
+        for weighted in statistics.list_token_weightings():
             latent = fit_latent(layer, weighted, layer.channels)
             if not layer.centered:
                 latent = adapt_to_norm(latent, layer.inputs)
             fits.append(latent)
             # Without weight on received attention, sinks do not matter and need no sink channel.
-            if share and not layer.centered and layer.channels > 1:
+            if weighted is not statistics and not layer.centered and layer.channels > 1:
                 latent = add_sink_channel(
                     fit_latent(layer, weighted, layer.channels - 1), statistics
                 )

@@ -1,5 +1,5 @@
-"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, a
-query latent.
+"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, a channel for
+attention sinks, a query latent.
 
 The coordinates of a latent are free: the weights that read it can undo any invertible matrix that
 multiplies it.
@@ -35,6 +35,11 @@ STEPS = 40
 FLATTEST = 1e-3  # MHA model, 2026-11-22: 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172
 
 TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
+
+# Isotropic share of the inputs' energy in the denominator of `add_sink_channel`: rare directions in
+# the text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the
+# channel.
+SINK_RIDGE = 1e-4
 
 # Inputs whose RMS differs from one by less than this come from an RMSNorm: rounding to bfloat16
 # changes it by 2^-9.
@@ -134,6 +139,29 @@ def _fit_quadratic_form(latent: Tensor) -> Tensor:
         left = left - reach * change
         forms.append(form)
     return min(forms, key=compute_held_out_error)
+
+
+def add_sink_channel(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
+    """Return ``latent`` with one more channel that nothing reads and that is large only for
+    attention sinks; its mean square over all tokens is one.
+
+    A sink's latent is short, because its value is almost zero, and a live norm would make it as
+    long as all others. The channel is the row ``w`` with the largest ``E[r (w x)^2] / E[(w x)^2]``,
+    where ``r`` is the attention a token receives. ``statistics`` weigh all tokens equally and
+    include the averages weighted by received attention.
+    """
+    assert statistics.received_gram is not None
+    # The generalized eigenproblem received w = lambda gram w, in units in which gram is 1.
+    gram = compute_input_moment(statistics, SINK_RIDGE)[:-1, :-1]
+    white = torch.linalg.inv(torch.linalg.cholesky(gram))
+    _, vectors = torch.linalg.eigh(white @ statistics.received_gram @ white.mT)
+    row = (vectors[:, -1:].mT @ white).to(latent.down)
+    return replace(
+        latent,
+        down=torch.cat([latent.down, row]),
+        uk=pad(latent.uk, (0, 1)),
+        uv=pad(latent.uv, (0, 1)),
+    )
 
 
 def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:

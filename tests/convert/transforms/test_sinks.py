@@ -10,8 +10,7 @@ from helpers.layers import attend, normal, plain_rotary, relative_error, statist
 from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import adapt_to_norm
-from kvfold.convert.transforms.sinks import SHARES, add_sink_channel, weight_tokens_by_attention
+from kvfold.convert.transforms.latent.variants import adapt_to_norm, add_sink_channel
 from kvfold.convert.transforms.weights import AttentionWeights
 
 E = 32
@@ -61,11 +60,9 @@ def test_a_sink_needs_tokens_weighted_by_received_attention():
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
-    shares = dict(weight_tokens_by_attention(statistics))
-    assert tuple(shares) == SHARES
     plain, weighted = (
         error(principal.fold_heads(principal.compute_layer_moments(weights, counted, STILL), ALL))
-        for counted in shares.values()
+        for counted in statistics.list_token_weightings()
     )
     assert weighted < 0.9 * plain
 
