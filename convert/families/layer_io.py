@@ -85,9 +85,16 @@ def make_stored_tensors(
     tensors: dict[str, Tensor | None] = {}
     for kind, suffix in _SUFFIXES.items():
         rows = [getattr(stored, f"{role}{suffix}") for role in "qkv"]
-        if rows[0] is not None:
-            joined = _join_projection_heads(attention, *rows)
-            tensors |= {f"{name}.{kind}": heads.flatten(0, 1) for name, heads in joined.items()}
+        if rows[0] is None:
+            continue
+        if len(attention.qkv) == 1 and attention.layout == "per_group":
+            q, k, v = rows
+            groups = torch.unflatten(q, 0, (len(k), -1))
+            rows = [torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)]
+        elif len(attention.qkv) == 1:
+            rows = [torch.cat(rows)]
+        for name, heads in zip(attention.qkv, rows, strict=True):
+            tensors[f"{name}.{kind}"] = heads.flatten(0, 1)
     tensors[f"{attention.o}.weight"] = stored.o.flatten(1)
     tensors[f"{attention.o}.bias"] = stored.o_bias
     if attention.sinks is not None:
@@ -105,19 +112,6 @@ def make_stored_tensors(
     # Nothing may be left out without a word.
     assert result.keys() == set(model.list_attention_tensors(layer, roles))
     return result
-
-
-def _join_projection_heads(
-    attention: AttentionSchema, q: Tensor, k: Tensor, v: Tensor
-) -> dict[str, Tensor]:
-    """The heads of queries, keys and values by the names of the projections that store them."""
-    rows = [q, k, v]
-    if len(attention.qkv) == 1 and attention.layout == "per_group":
-        groups = torch.unflatten(q, 0, (len(k), -1))
-        rows = [torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)]
-    elif len(attention.qkv) == 1:
-        rows = [torch.cat(rows)]
-    return dict(zip(attention.qkv, rows, strict=True))
 
 
 def _transpose_if_conv1d(attention: AttentionSchema, tensor: Tensor) -> Tensor:

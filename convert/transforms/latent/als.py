@@ -229,24 +229,34 @@ def alternate_least_squares(
     )
     for _ in range(ALS_ROUNDS):
         factors = _solve_down_projection(problem, _solve_up_projections(problem, factors))
-        # Principal units keep the systems well conditioned, and change no key and no value.
-        factors = _normalize_factors(problem, factors)
     return _solve_up_projections(problem, factors)
 
 
 def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
     """Return ``factors`` with the up-projections ``A_h [D, P + R]`` and ``B_g [D, R]`` that fit the
-    present down-projection best.
+    present down-projection best, and with uncorrelated latent channels of unit energy; those
+    without energy come last and are zero.
 
     Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
     latent and ``v`` the value. The normal equations are
 
-        A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
+        A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = B_g = E[v c^T]
     """
     projections = problem.projections
     rope = factors.rope_dim
-    linear = factors.down[:, :-1]
-    mean = factors.down[:, -1]
+    latent = factors.down[rope:]
+    # If biases are allowed, the latent's mean is zero.
+    if problem.mean is None:
+        latent = pad(latent[:, :-1], (0, 1))
+    moment = latent[:, :-1] @ problem.multiply_value_moment(latent[:, :-1])
+    energy, axes = decompose_symmetric(moment)
+    used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
+    latent = (axes * torch.where(used, energy, torch.inf).rsqrt()).mT @ latent
+    back = axes * torch.where(used, energy, 0.0).sqrt()
+    present = torch.cat([factors.up_keys[..., :rope], factors.up_keys[..., rope:] @ back], -1)
+    down = torch.cat([factors.down[:rope], latent])
+    linear = down[:, :-1]
+    mean = down[:, -1]
     moment = linear @ linear.mT
     rotary = problem.same.rotate_moment(moment[:rope], mean[:rope], mean)  # E[y y^T], [H, P, n]
     products = _multiply(problem.keys, linear.mT).mT  # [G, n, D]
@@ -254,14 +264,10 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
     cross = problem.cross.rotate_moment(  # E[y k^T], [H, n, D]
         products.repeat_interleave(times, 0), mean, problem.key_means.repeat_interleave(times, 0)
     )
-    weighted = problem.multiply_value_moment(linear[rope:])
-    value_moment = linear[rope:] @ weighted
-    return replace(
-        factors,
-        up_keys=_solve_key_regression(factors.up_keys, rotary, moment[rope:, rope:], cross.mT),
-        up_values=_solve_value_regression(
-            factors.up_values, value_moment, _multiply(problem.values, weighted)
-        ),
+    return LatentFactors(
+        down=down,
+        up_keys=_solve_key_regression(present, rotary, moment[rope:, rope:], cross.mT),
+        up_values=_multiply(problem.values, problem.multiply_value_moment(linear[rope:])),
     )
 
 
@@ -297,17 +303,6 @@ def _solve_key_regression(present: Tensor, rotary: Tensor, latent: Tensor, cross
     for_rotary = torch.linalg.solve(schur, residual[:, :rope] - side @ from_residual)
     step = torch.cat([for_rotary, from_residual - from_side @ for_rotary], 1)
     return present + step.mT / scale
-
-
-def _solve_value_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """Return ``W [G, D, R]`` with ``W gram = cross [G, D, R]``, damped toward ``present``;
-    directions without energy do not change. All heads share ``gram [R, R]``.
-    """
-    scale = _measure_scale(gram)
-    residual = (cross - present @ gram) / scale
-    factor = torch.linalg.cholesky(_damp(gram / (scale[:, None] * scale)))
-    step = torch.cholesky_solve(residual.flatten(0, 1).mT, factor).mT
-    return present + step.view_as(present) / scale
 
 
 def _multiply(rows: Tensor, columns: Tensor) -> Tensor:
@@ -390,45 +385,3 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
         P += torch.outer(p - M @ change, m)
     linear = linear + torch.linalg.solve(V, P)
     return replace(factors, down=torch.cat([linear, (means + change)[:, None]], 1))
-
-
-def _normalize_factors(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
-    """Return equivalent factors with rotary pairs of unit energy and uncorrelated latent channels,
-    scaled by their importance.
-    """
-    rope = factors.rope_dim
-    rotary = factors.down[:rope]
-    latent = factors.down[rope:]
-    unit = rotary.square().sum(1).view(2, -1).mean(0).sqrt()
-    unit = torch.where(unit > 0, unit, 1.0).repeat(2)
-    # If biases are allowed, the latent's mean is zero.
-    if problem.mean is None:
-        latent = pad(latent[:, :-1], (0, 1))
-    moment = latent[:, :-1] @ problem.multiply_value_moment(latent[:, :-1])
-    keys = factors.up_keys[..., rope:]
-    # [R, R]: the squared output per error of the latent, through values and through keys.
-    values = factors.up_values
-    through_values = _multiply_heads(values.mT, problem.value_weight @ values)
-    through_keys = _multiply_heads(keys.mT, problem.query_weight @ keys)
-    forth, back = _normalize_channels(moment, through_keys + through_values)
-    up_keys = torch.cat([factors.up_keys[..., :rope] * unit, keys @ back], -1)
-    down = torch.cat([rotary / unit[:, None], forth @ latent])
-    return LatentFactors(down, up_keys, values @ back)
-
-
-def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrix ``forth [R, R]`` to uncorrelated channels, sized by importance and with a
-    total energy of one, and its inverse ``back [R, R]``.
-    """
-    energy, axes = decompose_symmetric(moment)
-    tiny = torch.finfo(energy.dtype).tiny
-    used = energy > energy[0].clamp_min(tiny) * 1e-12
-    root = torch.where(used, energy, 0.0).sqrt()
-    # Channels without energy come last and are zero in both results.
-    counts, turn = decompose_symmetric(root[:, None] * (axes.mT @ importance @ axes) * root)
-    size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
-    size = torch.where(used, size, 0.0)
-    size = size / size.norm().clamp_min(tiny)
-    forth = (size[:, None] * turn.mT) @ (axes / torch.where(used, root, torch.inf)).mT
-    back = torch.where(used, (axes * root) @ turn / size, 0.0)
-    return forth, back

@@ -142,7 +142,7 @@ def factor_by_svd(
     ``slots`` are from ``spread_rotary_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per
     slot, the principal component over the heads' weights. The remaining keys lose their rotation.
     ``gain [E]``, the weight of the norm in front of the attention, only affects the scale of the
-    latent and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
+    norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
     blank = make_blank_statistics(weights, gain)
     projections = build_projections(weights, blank, rotary, scale)
@@ -153,11 +153,10 @@ def factor_by_svd(
     split = split_rotary_keys(projections, slots, queries)
     rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
     down, readout = compute_principal_basis(rows, rank)
-    norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     # Text of one token: every rotation is 1.
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
-    factors = _join_factors(projections, split, gains, pad(down / norm, (0, 1)), readout * norm)
+    factors = _join_factors(projections, split, gains, pad(down, (0, 1)), readout)
     factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
         projections, projections, factors, slots, root, mean, distances, False
