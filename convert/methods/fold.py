@@ -50,7 +50,6 @@ class PrincipalFold(Method):
     targets = ("gqa", "mqa")
     reads_text = True
     needs_linear_keys = True
-    takes_objective = True
     card = (
         "Shared keys and values are principal components fitted to text; queries and output weights"
         " absorb the change"

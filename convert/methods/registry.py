@@ -143,7 +143,6 @@ class Method:
     pools: it leaves queries and the output projection unchanged.
     seeded: the result depends on the request's seed.
     needs_linear_keys: it does not support norms on queries and keys after the rotary embedding.
-    takes_objective: it uses ``layer.objective``.
     """
 
     name: str
@@ -153,7 +152,6 @@ class Method:
     pools = False
     seeded = False
     needs_linear_keys = False
-    takes_objective = False
 
     def fit_weights(self, layer: Any) -> ConvertedLayer:
         """Convert ``layer``, a `LatentLayer` for target mla and a `FoldLayer` otherwise.

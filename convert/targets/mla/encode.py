@@ -76,7 +76,7 @@ def encode_stock_mla(
 
 
 def encode_custom_mla(
-    latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], spec: MlaSpec
+    latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return the attention tensors of a layer in layout ``kvfold``, by name, reshaped to
     ``shapes``. Biases that the class has but the layer lacks are zero.

@@ -240,7 +240,7 @@ class MlaCheckpoint(OutputCheckpoint):
         if self.spec.layout == "kvfold":
             module = self.model.family.attention.format_module_name(layer)
             shapes = list_attention_shapes(self.model, self.spec, module)
-            return encode_custom_mla(weights, shapes, self.spec)
+            return encode_custom_mla(weights, shapes)
         engine = self.spec.layout == "engine"
         factor = self.config["rope_parameters"]["factor"] if engine else 1.0
         tensors = encode_stock_mla(weights, layer, self.spec, factor)

@@ -237,17 +237,21 @@ def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) ->
     cost, turn = decompose_symmetric(spread.mT @ (keys[rope:, rope:] + values) @ spread)
     size = cost.clamp_min(cost[0] * _FAINTEST).pow(0.25)
     size = torch.where(size > 0, size, 1.0)
+    white = turn.mT @ (axes / root).mT @ down[rope:]
+    # Eigenvectors have a free sign: make the largest entry positive for reproducible results.
+    largest = white.gather(1, white.abs().argmax(1, keepdim=True))[:, 0]
+    size = torch.where(largest < 0, -size, size)
     mixing = make_hartley_matrix(len(size)).to(size)
-    forth = mixing @ (size[:, None] * (turn.mT @ (axes / root).mT))
+    channels = mixing @ (size[:, None] * white)
     back = spread @ turn / size @ mixing
-    scale = (forth @ down[rope:]).norm()
+    scale = channels.norm()
     scale = torch.where(scale > 0, scale, 1.0)
     pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (keys, moment)]
     grown = (pairs[0] / pairs[1]).pow(0.25).nan_to_num(1.0, 1.0) / scale
     grown = torch.where(grown > 0, grown, 1.0).repeat(2)
     factors_of_keys = [up_keys[..., :rope] / grown, up_keys[..., rope:] @ back * scale]
     return LatentFactors(
-        down=torch.cat([grown[:, None] * down[:rope], forth @ down[rope:] / scale]),
+        down=torch.cat([grown[:, None] * down[:rope], channels / scale]),
         up_keys=torch.cat(factors_of_keys, -1),
         up_values=up_values @ back * scale,
     )
