@@ -87,7 +87,9 @@ def interrupt_on_signals() -> Iterator[None]:
     last = -float("inf")
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
-        """The signal handler: raise KeyboardInterrupt, and ignore signals for 10 seconds."""
+        """Raise KeyboardInterrupt, unless another signal came in the 10 seconds before this one; so
+        each ignored signal extends the time in which signals are ignored.
+        """
         nonlocal last
         before = last
         last = time.monotonic()

@@ -98,8 +98,9 @@ class LoadedStream:
     """The layer stream of a causal language model that is loaded in memory. The model itself is
     never changed.
 
-    If ``device`` or ``dtype`` differs from the model's, the tensors of one layer at a time are
-    converted. transformers computes norms and rotary angles in float32 for any dtype.
+    If ``device`` or ``dtype`` differs from the model's, a layer is copied to that device and dtype
+    when it is opened, one at a time. transformers computes norms and rotary angles in float32 for
+    any dtype.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     if not (path.is_relative_to(folder) or in_blobs):
         raise InputError(
             f"{folder}: {named_by} lists {shorten_repr(name)}, which leads to {path}, outside this"
-            " folder; replace it with the file itself"
+            " folder; replace the link with the file itself"
         )
     if not path.is_file():
         raise InputError(f"{folder / name} is not a regular file; replace it with one")
@@ -215,8 +215,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise InputError(
-            f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it (merge a"
-            " LoRA adapter first, and load a GGUF file by from_pretrained(.., gguf_file=..))"
+            f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it. Merge a"
+            " LoRA adapter into its model first; load a GGUF file by from_pretrained(...,"
+            " gguf_file=...), and save the model by save_pretrained"
         )
     data = read_checkpoint_file(folder, CONFIG)
     config = parse_json_object(path, data)

@@ -442,5 +442,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
     if FLOAT_DTYPES.issuperset(info.dtype for info in checkpoint.tensors.values()):
         advice += f"; if its floats are dequantized weights already, remove {key} from {CONFIG}"
     if files == {SINGLE} and (folder / INDEX).exists():
-        advice = f"{SINGLE} goes before {INDEX}; move it away to use the files of the index"
+        advice = (
+            f"{SINGLE} takes precedence over {INDEX}; move it away to use the files of the index"
+        )
     raise InputError(f"{checkpoint.origin}: its weights are quantized ({evidence}); {advice}")

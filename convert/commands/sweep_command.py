@@ -88,8 +88,8 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     if request.out is not None:
         if (result.smallest or result.smallest_after_training) is None:
             raise InputError(
-                f"{request.out}: nothing was written; {result.verdict}. Accept more with --within,"
-                " try larger --targets, or --refine auto",
+                f"{request.out}: nothing was written; {result.verdict}; raise --within, try"
+                " larger --targets, or add --refine auto",
                 field="within",
             )
         converted = convert_checkpoint(replace(result.recommended, quiet=request.quiet))

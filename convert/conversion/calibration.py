@@ -205,8 +205,8 @@ def _write_sequences(
         raise option_error(
             "seq_len",
             request.calibration_length,
-            f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
-            " writes; raise it",
+            f"must exceed {len(turns.start)}, the number of tokens with which each text that the"
+            " model writes begins; raise it",
         )
     if saved is not None and saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))

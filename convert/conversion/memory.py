@@ -65,8 +65,13 @@ _DEVICES = {"host": "about {} of RAM", "gpu": "an estimated {} of GPU memory"}
 
 
 class MemoryNeed(NamedTuple):
-    """The bytes that a stage of a run needs on the host and on the GPU, the option that decides
-    how many, why, and what needs less.
+    """The bytes of memory that a stage of a run needs, and the words of the error if they are not
+    free.
+
+    host, gpu: on the host and on the GPU.
+    field: the option that decides how many; the error is about it.
+    cause: what needs them, such as ``--polish needs the whole model in memory:``.
+    advice: how to need less.
     """
 
     host: int
@@ -167,7 +172,7 @@ def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> Iterator[MemoryNeed]:
 
 
 def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
-    """Return ``need`` with what the libraries take; without a GPU, the host has all of it."""
+    """Return ``need`` plus the memory of the libraries; without a GPU, all of it is the host's."""
     if on_gpu:
         return need._replace(host=need.host + _BASE_WITH_CUDA, gpu=need.gpu + _BASE_ON_GPU)
     return need._replace(host=need.host + need.gpu + _BASE_WITH_TEXT, gpu=0)

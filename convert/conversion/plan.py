@@ -292,7 +292,7 @@ def _build_plan(
     names = [tensor.name for tensor in output.tensors]
     if lost := list_lost_properties(model, config, names):
         raise InputError(
-            f"{checkpoint.origin}: the result would compute something else than the source; use"
+            f"{checkpoint.origin}: the result would compute something other than the source; use"
             " another --to or --layout",
             lost,
         )
@@ -408,10 +408,15 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
     multiples = range(present, geometry.heads + 1, present)
     growth = [count for count in multiples if geometry.heads % count == 0]
     if present == 1 and not allow_growth:
+        advice = "use the model as it is"
+        if growth[1:]:
+            advice = (
+                "to repeat this head, for tensor parallelism, use --to gqa --allow-growth"
+                f" --kv-heads {' or '.join(map(str, growth[1:]))}"
+            )
         raise InputError(
             "the model is already MQA, with one key/value head, so fewer heads are impossible;"
-            " --allow-growth repeats it, for tensor parallelism:"
-            f" --kv-heads {', '.join(map(str, growth))}"
+            f" {advice}"
         )
     if allow_growth:
         allowed = [*reversed(growth), *allowed]

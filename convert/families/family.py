@@ -183,7 +183,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     for key, needed in family.requires.items():
         if text.get(key) not in (None, needed):
             raise InputError(
-                f"config.json: {key} is {text[key]!r}, but model_type {family.model_type!r} is"
-                f" supported only with {needed!r}"
+                f"config.json: {key} is {json.dumps(text[key])}, but model_type"
+                f" {family.model_type!r} is supported only with {json.dumps(needed)}; use a model"
+                " that was trained so"
             )
     return family

@@ -295,7 +295,7 @@ class Model:
             raise InputError(
                 f"config.json: layer {index} has type {kind!r}, but model_type"
                 f" {self.family.model_type!r} is supported only with 'full_attention' and"
-                " 'sliding_attention'"
+                " 'sliding_attention'; use a model whose layers all have one of these types"
             )
         names["sparse"] = bool(evaluate_expression(self.family.block.sparse, values))
         return values

@@ -26,9 +26,10 @@ Frequencies = tuple[list[float], float]  # of each pair in radians per position,
 
 
 def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope parameters of a layer type under the keys of transformers 5, with ``rope_type`` and
-    ``rope_theta``. A rope type that the model's class treats as another is replaced. Raises
-    InputError for parameters or a base of the wrong type.
+    """Return the rope parameters of the layers of ``layer_type`` by the keys of transformers 5,
+    ``rope_type`` and ``rope_theta`` among them. The rope type is the one that the model's class
+    applies, also where config.json names another. Raises InputError for parameters or a base of
+    the wrong type.
     """
     rotary = values.family.rotary
     config = values.config

@@ -217,11 +217,12 @@ def draw_evaluation_inputs(
 def draw_needle_questions(
     tokenizer: Any, filler: Tensor, length: int, count: int, seed: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """``count`` texts of ``length`` tokens, each with a hidden sentence (the needle) and a question
-    for it at the end, as in `EvaluationInputs`. The texts are cut from ``filler [n]``, and the
-    needles lie at depths spread evenly over the text.
+    """Return the tokens ``[length]`` of ``count`` texts, each with the tokens of the possible
+    answers, the right one first. A text hides a sentence with a word (the needle), and ends in a
+    question for this word. Texts are cut from ``filler [n]``; the depths of the needles are spread
+    evenly.
 
-    Raises InputError if the tokenizer splits common words.
+    Raises InputError if the tokenizer has too few common words of one token.
     """
 
     def encode_text(text: str) -> list[int]:
@@ -362,7 +363,8 @@ def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Sco
         raise option_error(
             "tasks",
             ",".join(request.harness_tasks),
-            f": lm-evaluation-harness rejected them: {summarize_error(error)}",
+            f": lm-evaluation-harness failed ({summarize_error(error)}); use names of its tasks or"
+            " valid .yaml files, and check that it can load their data",
         ) from error
     scores = defaultdict(list)
     for task, documents in results["samples"].items():

@@ -4,6 +4,7 @@ transformers.
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -231,11 +232,10 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
     _check_latent_shapes(
         checkpoint, "kv_a_proj_with_mqa.weight", (rank + rope_dim, model_dim), layers
     )
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    table = config.get(key) or {}
     if not isinstance(table, Mapping):
-        raise InputError(
-            f"config.json: rope_parameters must be an object, not {table!r}; correct it"
-        )
+        raise InputError(f"config.json: {key} must be an object, not {table!r}; correct it")
     result = describe_mla_config(checkpoint.config)
     # Engines were tried on what kvfold writes; these classes can hold other models too.
     written = (checkpoint.folder / RECORD).exists()
@@ -265,7 +265,11 @@ def _read_whole_numbers(config: Mapping[str, Any], keys: Sequence[str]) -> list[
     """
     wrong = [key for key in keys if type(config.get(key)) is not int or config[key] < 0]
     if wrong:
-        raise InputError(f"config.json: {', '.join(wrong)} must be a whole number")
+        values = ", ".join(repr(config.get(key)) for key in wrong)
+        raise InputError(
+            f"config.json: {', '.join(wrong)} must be a whole number of at least 0, not {values};"
+            " use the config.json that came with the weights"
+        )
     return [config[key] for key in keys]
 
 
@@ -276,11 +280,12 @@ def _check_latent_shapes(
     ``layers`` is the number of layers.
     """
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
+    actual = ", ".join(f"{list(size)} in {count}" for size, count in Counter(shapes).items())
     if checkpoint.tensors and (len(shapes) != layers or set(shapes) != {shape}):
         raise InputError(
             "the tensors of the checkpoint do not match its config.json; check that both are from"
             " the same model",
-            [f"{ending} must be {list(shape)} in {layers} layers, not {sorted(set(shapes))}"],
+            [f"{ending} must be {list(shape)} in {layers} layers, but is {actual or 'missing'}"],
         )
 
 

@@ -3,7 +3,7 @@ contains the names.
 
 A method converts a layer: its ``fit_weights`` computes a `ConvertedLayer` from a `FoldLayer` or a
 `LatentLayer`. An objective is the error that a fold minimizes: an object that implements
-``transforms.fold.heads.Objective``. CONTRIBUTING.md has an example of each.
+``transforms.fold.heads.Objective``. ``tests/convert/methods/`` has an example of each.
 
 The files in this folder are imported when a name is first looked up. They must not import torch at
 module level, because ``kvfold --help`` lists the names. A file elsewhere may import torch; only
@@ -66,8 +66,7 @@ class SourceLayer:
     context: the number of positions that the converted layer must support.
     statistics: of its inputs on calibration text; None for a method that does not read text.
     measure_error: returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for
-    candidate
-        weights; raises ValueError if the method does not read text.
+        candidate weights; raises ValueError if the method does not read text.
     """
 
     index: int

@@ -62,7 +62,8 @@ def build_empty_model(
                 raise
             raise InputError(
                 f"config.json: {key} must be a value that a {config.get('model_type')} model"
-                f" supports, not {config[key]!r} ({describe_error(error)})"
+                f" supports, not {config[key]!r} ({describe_error(error)}); use the config.json"
+                " that came with the weights"
             ) from error
 
 
@@ -182,7 +183,7 @@ class ModelHead:
         """
 
         def return_hidden(*args: Any, **kwargs: Any) -> Any:
-            """Return ``hidden`` as the output of the decoder."""
+            """Run in place of the decoder: return an output whose last states are ``hidden``."""
             self._output.last_hidden_state = hidden
             return self._output
 

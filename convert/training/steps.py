@@ -144,11 +144,11 @@ def _compute_mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
 def measure_channel_scales(
     named: NamedTensors, slices: ConstantSlices
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the relative sizes of the rows ``[m, 1]`` and columns ``[n]`` of each matrix by name;
-    its bias gets the row sizes ``[m]``.
+    """Return by the name of each matrix ``[m, n]`` the relative sizes of its rows, ``[m, 1]``, and
+    of its columns, ``[n]``; by the name of its bias those of its rows, ``[m]``, and ones.
 
-    A relative size is the row's or column's root mean square divided by the matrix's, ignoring the
-    zeros of padded heads.
+    A relative size is the row's or column's root mean square divided by the matrix's; the zeros of
+    padded heads do not count.
     """
     # A converted attention is a product of factors, and how the size of a channel is shared between
     # them is arbitrary. Within one tensor rows or columns differ by a factor of a hundred

@@ -208,7 +208,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                 raise
             raise InputError(
                 f"{checkpoint} cannot be read ({summarize_error(error)}); remove it to continue"
-                " from the checkpoint before, or use --fresh to start over"
+                " from the previous checkpoint, or use --fresh to start over"
             ) from error
 
     def get_log_rows(self) -> list[dict[str, Any]]:

@@ -50,10 +50,10 @@ from kvfold.convert.families.values import evaluate_expression
 from kvfold.convert.targets.custom_code import CODE, build_custom_config, plan_custom_tensors
 from kvfold.convert.targets.mla.spec import (
     ATTENTION,
+    SHAPES,
     MlaSpec,
     collect_mla_sizes,
     count_cached_divisors,
-    list_attention_shapes,
 )
 from kvfold.convert.targets.output_checkpoint import (
     OutputCheckpoint,
@@ -374,6 +374,18 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
         if model.layers[layer].sparse:
             shapes |= _list_expert_shapes(model, spec, layer)
     return shapes
+
+
+def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in the attention ``module`` of ``model`` converted to MLA
+    with ``spec``, by tensor name, as ``shapes.json`` lists them.
+    """
+    sizes = collect_mla_sizes(model, spec)
+    return {
+        f"{module}.{name}": tuple(evaluate_expression(size, sizes) for size in row["shape"])
+        for name, row in SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
+        if evaluate_expression(row["when"], sizes)
+    }
 
 
 def _list_copied_shapes(model: Model, layer: int | None) -> TensorShapes:

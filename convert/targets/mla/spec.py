@@ -31,9 +31,9 @@ from kvfold.convert.targets.same_family import count_cache_elements
 ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
 _FOLDER = Path(__file__).parent
-_SHAPES = json.loads((_FOLDER / "shapes.json").read_text(encoding="utf-8"))
-KERNEL_CACHES: list[int] = _SHAPES["kernels"]["caches"]
-KERNEL_HEADS = [tuple(heads) for heads in _SHAPES["kernels"]["heads"]]
+SHAPES = json.loads((_FOLDER / "shapes.json").read_text(encoding="utf-8"))
+KERNEL_CACHES: list[int] = SHAPES["kernels"]["caches"]
+KERNEL_HEADS = [tuple(heads) for heads in SHAPES["kernels"]["heads"]]
 _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
 
 
@@ -145,18 +145,6 @@ def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
         "q_rank": compute_query_rank(model, spec),
         "biased": "q" in model.biased,
         "normed": model.qk_norm is not None,
-    }
-
-
-def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in the attention ``module`` of ``model`` converted to MLA
-    with ``spec``, by tensor name.
-    """
-    sizes = collect_mla_sizes(model, spec)
-    return {
-        f"{module}.{name}": tuple(evaluate_expression(size, sizes) for size in row["shape"])
-        for name, row in _SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
-        if evaluate_expression(row["when"], sizes)
     }
 
 

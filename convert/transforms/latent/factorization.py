@@ -9,6 +9,7 @@
 3. From there ``als`` alternates between up-projections and down-projection: a head may then use
    every rotary key, not only that at its pair's frequency, and compensate for a lost rotation with
    one at another frequency.
+4. ``balance_channels`` chooses equivalent coordinates in which the rounding of a cache costs least.
 
 Norms on queries and keys are kept if the layout supports them (otherwise `linearize_norms` replaces
 them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
@@ -76,8 +77,9 @@ def factor_layer(
     scale: float | None = None,
     centered: bool = True,
 ) -> LatentWeights:
-    """Return the layer converted to latent attention with ``rank`` channels (the constant one of
-    layout ``free`` not counted), fitted to calibration ``statistics``, in float32 or wider.
+    """Return the layer converted to latent attention, fitted to calibration ``statistics``, in
+    float32 or wider. ``rank`` is the number of its channels without the constant one that layout
+    ``free`` adds.
 
     ``context``: the number of positions to support; 0 means the length of the calibration text.
     ``centered`` moves the mean from the latent to the biases; otherwise the result has only biases
