@@ -123,7 +123,9 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("name", help="of the model, in the table and the figure")
-    parser.add_argument("--text", type=Path, required=True, help="held-out text")
+    parser.add_argument(
+        "--text", type=Path, help="held-out text; default: that which ships with kvfold"
+    )
     parser.add_argument(
         "--result",
         action="append",
