@@ -63,8 +63,8 @@ def is_within(loss: "LossFigures | DriftMeasurement", limits: LossFigures) -> bo
 
 
 def judge_drift(loss: "LossFigures | DriftMeasurement") -> str:
-    """Return the verdict on a measured ``loss`` in words: the best one in `LIMITS` whose limits no
-    figure exceeds.
+    """Return the verdict on a measured ``loss`` in words: the first in `LIMITS` that all figures
+    meet, or else `UNTRAINED`.
     """
     for verdict, limits in LIMITS.items():
         if is_within(loss, limits):

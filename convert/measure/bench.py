@@ -88,7 +88,7 @@ class Benchmark:
 
 
 def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
-    """Time ``models`` side by side, one after the other, as ``kvfold bench`` does.
+    """Time the models of ``request`` one after the other, and compare their speeds.
 
     ``shape`` adds models of a known shape with random weights, shortened to ``layers``.
     ``progress`` works as in `convert_checkpoint`, with the stage ``bench`` (models). Ratios are
