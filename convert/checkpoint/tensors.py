@@ -69,7 +69,7 @@ def cast_floats(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
         raise InputError(
             f"tensor {name!r} has magnitudes up to {largest:g}, but {DTYPE_NAMES[dtype]} supports"
-            f" at most {torch.finfo(dtype).max:g}; choose bfloat16 or float32 as the stored dtype"
+            f" at most {torch.finfo(dtype).max:g}; use --dtype bfloat16 or --dtype float32"
         )
     return cast
 
