@@ -273,7 +273,7 @@ def table(args: argparse.Namespace) -> None:
         named = re.search(r"on both( \d+:\d+)?", name)
         STAGES[name] = Stage(given, "" if named is None else (named[1] or "3:1").strip())
     header = {
-        "model": "SmolLM2-135M-Instruct",
+        "model": args.name,
         "samples": args.samples,
         "length": LENGTH,
         "windows": WINDOWS,
@@ -309,6 +309,7 @@ def main() -> None:
             " 3:1 or, for example, 'on both 3:2'"
         ),
     )
+    measure.add_argument("--name", default="SmolLM2-135M-Instruct", help="of the model, in FILE")
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
     measure.add_argument(
