@@ -42,7 +42,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     """Compare the checkpoint ``out`` with the hashes in kvfold.json and with its config.json.
     ``problems`` of the result lists all differences.
 
-    Raises InputError if it cannot be opened at all.
+    Raises InputError if it cannot be opened at all, or its kvfold.json has no hashes of tensors.
 
     >>> verify_checkpoint(demo_folder()).problems
     []
@@ -63,6 +63,11 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.stock import build_empty_model
 
     files, tensors = read_hashes(checkpoint.folder)
+    if files and not tensors:
+        raise InputError(
+            f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it, so"
+            " the weights cannot be compared with it; convert the model again"
+        )
     problems = list(find_changed_files(checkpoint.folder, files)) if files else []
     # The class of config.json takes every tensor as it is.
     weights = WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors)

@@ -130,8 +130,9 @@ def test_a_conversion_trains_and_measures_with_the_cache_that_it_is_asked_for(re
     )
     assert rounded.record["polish"]["before"] > 1.5 * exact.record["polish"]["before"]
     assert rounded.drift.kl > 1.5 * exact.drift.kl
-    assert "rounded to int2 (simulated)" in rounded.summary()
-    assert "--cache int2" in " ".join(rounded.summary().split())
+    summary = " ".join(rounded.summary().split())
+    assert "rounded to int2 (simulated)" in summary
+    assert "--cache int2" in summary
 
 
 def test_a_conversion_rounds_no_cache_that_has_no_such_groups(reader, tmp_path, told):
