@@ -70,9 +70,9 @@ def _answer_calls(
     statistics = Path("/proc/self/statm")
     if statistics.exists():  # Linux
         present = int(statistics.read_text().split()[5]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        with contextlib.suppress(ValueError):  # the machine's own limit is lower
-            resource.setrlimit(resource.RLIMIT_DATA, (present + _MEMORY, hard))
+        before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([present + _MEMORY, *limits]), hard))
     with contextlib.suppress(EOFError, OSError):
         while True:
             arguments = json.loads(own.recv_bytes())
