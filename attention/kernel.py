@@ -16,6 +16,7 @@ out.
 # it is compiled
 
 import math
+import os
 from contextlib import nullcontext
 from functools import cache
 
@@ -90,6 +91,7 @@ def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations a
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """Triton kernel: attend from some heads of a sequence to one part of its cache slots. Stores
     the part's weighted mean of the latents and log2-sum-exp2 of its scores.
@@ -113,6 +115,9 @@ def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations a
         mask=head_mask[:, None] & (p < P)[None, :],
         other=0.0,
     )
+    if WIDEN:
+        q = q.to(tl.float32)
+        qr = qr.to(tl.float32)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, RANK], tl.float32)
@@ -130,6 +135,10 @@ def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations a
             mask=slot_mask[:, None] & (p < P)[None, :],
             other=0.0,
         )
+        kind = c.dtype
+        if WIDEN:
+            c = c.to(tl.float32)
+            k = k.to(tl.float32)
         score = tl.dot(q, tl.trans(c))
         score = tl.dot(qr, tl.trans(k), score) * scale
         seen = slot_mask
@@ -142,7 +151,7 @@ def _attend_to_part_kernel(  # type: ignore[no-untyped-def]  # its annotations a
         fade = tl.exp2(top - level)
         weight = tl.exp2(score - level[:, None])
         total = total * fade + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(c.dtype), c, acc * fade[:, None])
+        acc = tl.dot(weight.to(kind).to(c.dtype), c, acc * fade[:, None])
         top = higher
 
     # heads of a sequence that sees nothing divide by one and stay zero
@@ -236,6 +245,8 @@ def run_latent_kernel(
     z = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
     seen = None if mask is None else mask.expand(batch, -1).contiguous().view(torch.uint8)
+    # Triton's interpreter treats bfloat16 numbers as their integer bits
+    widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
     # merging reads little: several programs share a head so that none of them waits
     channels = min(_MERGED, rank_width)
@@ -263,6 +274,7 @@ def run_latent_kernel(
             HEADS=tile_heads,
             SLOTS=tile_slots,
             HAS_MASK=mask is not None,
+            WIDEN=widen,
             num_warps=warps,
             num_stages=_STAGES,
         )
