@@ -199,11 +199,18 @@ def solve_damped(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     One least-squares step from a present solution, ``residual = cross - gram @ present``: damping
     keeps the present solution in directions in which ``gram [..., n, n]`` has no energy.
     """
-    level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    level = torch.where(level > 0, level, 1.0)[..., None, None]
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    solution: Tensor = torch.linalg.solve(gram + damping * level * identity, residual)
+    solution: Tensor = torch.linalg.solve(_add_ridge(gram, damping)[0], residual)
     return solution
+
+
+def _add_ridge(gram: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Return ``gram [..., n, n]`` plus ``damping`` times its mean diagonal element on the diagonal,
+    or plus ``damping`` if that element is 0; and what was added, ``[..., 1, 1]``.
+    """
+    level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    ridge = damping * torch.where(level > 0, level, 1.0)[..., None, None]
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return gram + ridge * identity, ridge
 
 
 def fit_output_projection(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
@@ -216,9 +223,7 @@ def fit_output_projection(present: Tensor, gram: Tensor, cross: Tensor) -> Tenso
 
         W = (cross + OUTPUT_RIDGE e present) (gram + OUTPUT_RIDGE e I)^-1
     """
-    energy = gram.diagonal().mean()
-    ridge = OUTPUT_RIDGE * torch.where(energy > 0, energy, 1.0)
-    damped = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    damped, ridge = _add_ridge(gram, OUTPUT_RIDGE)
     return torch.cholesky_solve((cross + ridge * present).mT, torch.linalg.cholesky(damped)).mT
 
 
