@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.attention.rounding_schemes import CACHE_BITS, GROUP
+from kvfold.attention.rounding_schemes import CACHE_BITS, find_rounding_problem
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint_headers
@@ -53,7 +53,7 @@ from kvfold.convert.targets.mla.spec import (
 from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
-ROUNDED = {"16 bits": 16, "FP8": CACHE_BITS["fp8"], "INT4": CACHE_BITS["int4"]}
+ROUNDED = {"16 bits": None, "FP8": "fp8", "INT4": "int4"}
 _LATENT_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -348,18 +348,19 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     for name, context in CONTEXTS.items():
         slots = sum(min(context, window or context) for window in windows)
         by_context[name] = layer_bytes * slots
-    sizes = {name: _count_rounded_bytes(result, bits) for name, bits in ROUNDED.items()}
+    sizes = {name: _count_rounded_bytes(result, rounding) for name, rounding in ROUNDED.items()}
     return CacheSize(elements, sizes, len(windows) * layer_bytes, by_context)
 
 
-def _count_rounded_bytes(result: ServedModel, bits: int) -> int | None:
-    """The bytes per token per layer of a cache of ``bits`` per element, or None if groups of 32
-    channels do not divide those of a token. Divisors of norms take 16 bits.
+def _count_rounded_bytes(result: ServedModel, rounding: str | None) -> int | None:
+    """The bytes per token per layer of a cache under ``rounding``, in 16 bits if that is None; None
+    if the cache cannot be rounded so. Divisors of norms take 16 bits.
     """
     elements = result.count_cache_elements() - result.divisors
     channels = result.kv_rank or elements // 2
-    if bits not in (8, 16) and channels % GROUP:
+    if rounding is not None and find_rounding_problem(rounding, channels):
         return None
+    bits = 16 if rounding is None else CACHE_BITS[rounding]
     return elements * bits // 8 + 2 * result.divisors
 
 
