@@ -63,9 +63,12 @@ _numbers = partial(
 )
 _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
+_ROUNDED_CACHE = (
+    "a KV cache that the engine rounds (simulated): e4m3 with scale 1, or integers in groups of 32."
+)
 _CACHE = (
-    "Round the KV cache of OUT as an engine would (simulated): e4m3 with scale 1, or integers in"
-    " groups of 32. MODEL keeps its cache; MODEL MODEL measures the rounding alone."
+    f"Measure OUT with {_ROUNDED_CACHE} MODEL keeps its cache; MODEL MODEL measures the rounding"
+    " alone."
 )
 
 
@@ -198,8 +201,7 @@ class ConvertRequest(CalibratedRequest):
     )
     cache: CacheRounding | None = option(
         None,
-        "Fit, train and measure OUT with a KV cache that the engine rounds (simulated): e4m3 with"
-        " scale 1, or integers in groups of 32.",
+        f"Fit, train and measure OUT with {_ROUNDED_CACHE}",
     )
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."

@@ -72,8 +72,12 @@ def build_student(plan: Plan, calibration: "Calibration") -> "Student":
     """
     from kvfold.convert.walk.walk import Student
 
-    request = plan.request
-    return Student(calibration.source, plan.output, request.dtype != "auto", request.cache)
+    return Student(
+        calibration.source,
+        plan.output,
+        recast=plan.request.dtype != "auto",
+        rounding=plan.request.cache,
+    )
 
 
 def convert_layer(
