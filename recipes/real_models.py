@@ -56,6 +56,7 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
     "MLA 64+64 engine": "--to mla --kv-rank 64 --rope-dim 64 --layout engine",
     "MLA 64+32": "--to mla --kv-rank 64 --rope-dim 32",
     "MLA 48+48": "--to mla --kv-rank 48 --rope-dim 48",
+    "MLA 48+32": "--to mla --kv-rank 48 --rope-dim 32",
     "MLA 32+16": "--to mla --kv-rank 32 --rope-dim 16",
     "MLA 24+24": "--to mla --kv-rank 24 --rope-dim 24",
 }
