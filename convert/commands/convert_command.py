@@ -5,14 +5,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvfold.convert import processes
 from kvfold.convert.console import (
     add_json_option,
     add_report_option,
     add_request_options,
     print_result,
 )
-from kvfold.convert.errors import escape_text
+from kvfold.convert.errors import InputError, escape_text
+from kvfold.convert.processes import count_launched
 from kvfold.convert.request import ConvertRequest
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -54,27 +54,27 @@ _recipe = click.option(
 @add_report_option("charts of the results")
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
+    if count_launched() > 1:
+        raise InputError(
+            "torchrun: a conversion by several processes was withdrawn; run kvfold convert without"
+            " torchrun, with --device cuda or with more threads (OMP_NUM_THREADS)"
+        )
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.conversion.memory import check_memory
     from kvfold.convert.conversion.results import make_baseline_warning
 
-    if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
+    if not (request.quiet or request.dry_run):
         click.echo(f"reading {escape_text(request.model)}", err=True)
-    with processes.connect_processes(request.device):
-        result = convert_checkpoint(request)
-        if not processes.is_rank0():
-            return
-        summary = result.summary()
-        if report is not None and not request.dry_run:
-            from kvfold.convert.measure.report import write_drift_report
+    result = convert_checkpoint(request)
+    summary = result.summary()
+    if report is not None and not request.dry_run:
+        from kvfold.convert.measure.report import write_drift_report
 
-            title = f"{result.plan.checkpoint.origin} as {result.attention.after}"
-            write_drift_report(
-                report, "kvfold convert", title, result.drift, summary, request.quiet
-            )
-        shown = summary if request.dry_run or not request.quiet else ""
-        print_result(json_file, result.to_dict, shown)
-        if not shown and (warning := make_baseline_warning(result.plan)):
-            click.echo(f"warning: {warning}", err=True)
-        if request.dry_run:
-            check_memory(result.plan)
+        title = f"{result.plan.checkpoint.origin} as {result.attention.after}"
+        write_drift_report(report, "kvfold convert", title, result.drift, summary, request.quiet)
+    shown = summary if request.dry_run or not request.quiet else ""
+    print_result(json_file, result.to_dict, shown)
+    if not shown and (warning := make_baseline_warning(result.plan)):
+        click.echo(f"warning: {warning}", err=True)
+    if request.dry_run:
+        check_memory(result.plan)

@@ -27,7 +27,6 @@ from kvfold.attention.drift.report import (
     make_drift_report,
     select_floor_tokens,
 )
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
@@ -74,41 +73,29 @@ def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStage
     """Return the source model as a stream of layers, with the calibration and held-out tokens that
     the request of ``plan`` asks for. Raises InputError without a tokenizer or enough text.
 
-    With several processes, the first one loads the text for all. Text that the source model writes
-    itself is saved in ``scratch``, if given, so that a resumed run uses the same text.
+    Text that the source model writes itself is saved in ``scratch``, if given, so that a resumed
+    run uses the same text.
     """
     request = plan.request
-
-    def load_tokens() -> CalibrationTokens:
-        """Return the calibration, training and held-out tokens of the request, checked against the
-        model's vocabulary.
-        """
-        tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
-        further = 0
-        if request.polish:
-            # Each step of polishing takes sequences that no other step had, while there are any.
-            steps = count_polish_steps(request.polish, request.calibration_length)
-            further = max(
-                0, steps * choose_batch_size(request.calibration_length) - request.samples
-            )
-        tokens = load_calibration(
-            choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
-            tokenizer,
-            request.samples,
-            request.calibration_length,
-            request.seed,
-            further=further,
-            # Only a number of tokens says how much text there must be.
-            fewer=parse_number(request.polish) is None or request.repeat_text,
-            write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
-            long_length=min(LONG_LENGTH, plan.geometry.positions),
-            long_count=choose_long_sequence_count(plan),
-        )
-        for sequences in (tokens.training_sequences, tokens.held_out, tokens.long):
-            check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
-        return tokens
-
-    tokens = processes.broadcast_from_rank0(load_tokens)
+    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
+    # Each step of polishing takes sequences that no other step had, while there are any.
+    steps = count_polish_steps(request.polish, request.calibration_length)
+    further = steps * choose_batch_size(request.calibration_length) - request.samples
+    tokens = load_calibration(
+        choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
+        tokenizer,
+        request.samples,
+        request.calibration_length,
+        request.seed,
+        further=max(0, further),
+        # Only a number of tokens says how much text there must be.
+        fewer=parse_number(request.polish) is None or request.repeat_text,
+        write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
+        long_length=min(LONG_LENGTH, plan.geometry.positions),
+        long_count=choose_long_sequence_count(plan),
+    )
+    for sequences in (tokens.training_sequences, tokens.held_out, tokens.long):
+        check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
     if not request.quiet:
         count, length = tokens.calibration.shape
         text = describe_calibration_text(tokens.source)
@@ -164,23 +151,16 @@ def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
     checkpoint = plan.checkpoint
     device = choose_device(request.device)
     saved = scratch and scratch / PRECISION
-
-    def choose_autocast() -> torch.dtype | None:
-        """Return the dtype of matrix products in calibration and training, None for float32; it is
-        measured if the request says ``auto``.
-        """
-        if saved is not None and saved.is_file():
-            return None if saved.read_text() == "float32" else torch.bfloat16
+    if saved is not None and saved.is_file():
+        autocast = None if saved.read_text() == "float32" else torch.bfloat16
+    else:
         # Float32 weights would be rounded to less than they are stored in.
         full = request.precision == "auto" and request.dtype == "float32"
         name = "float32" if full else request.precision
-        chosen = choose_autocast_dtype(checkpoint, device, name)
+        autocast = choose_autocast_dtype(checkpoint, device, name)
         if saved is not None:
             with replace_file(saved) as new:
-                new.write_text(format_dtype(chosen or torch.float32))
-        return chosen
-
-    autocast = processes.broadcast_from_rank0(choose_autocast)
+                new.write_text(format_dtype(autocast or torch.float32))
     # On a GPU too: held-out text is judged in float32.
     return CheckpointStream(
         checkpoint.config,

@@ -7,11 +7,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
 from kvfold.convert.checkpoint.writer import ShardWriter
@@ -34,34 +32,26 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of
     a stage, possibly from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at
     the same time ``write`` (bytes), ``teacher`` (layers), ``polish`` (steps), ``measure`` and
-    ``positions`` (tokens). Without ``progress``, bars appear on stderr. If torch.distributed is
-    initialized, its processes share the work and each must call this function; only the first
-    returns the record, the others an empty one. Raises InputError if the request or the checkpoint
-    is invalid; nothing is written then.
+    ``positions`` (tokens). Without ``progress``, bars appear on stderr. Raises InputError if the
+    request or the checkpoint is invalid; nothing is written then.
 
     >>> options = {"to": "mqa", "method": "mean", "quiet": True}
     >>> convert_checkpoint(ConvertRequest(demo_folder(), folder / "mqa", **options)).attention
     BeforeAndAfter(before='MHA', after='MQA')
     """
     started = time.monotonic()
-    if not processes.is_rank0():
-        request = replace(request, quiet=True)
-        progress = None
     resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources(request.calibration)
     if request.dry_run:
         return _plan_dry_run(request)
     stages = ProgressStages(progress, request.quiet)
     with stages("reading"):
-        if processes.world_size() > 1:  # the first downloads it for all
-            processes.broadcast_from_rank0(lambda: open_checkpoint(request.model).close())
         checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
         with stages("planning"):
             plan = make_plan(request, checkpoint)
         request = plan.request
-        if processes.is_rank0():
-            plan.checkpoint.print_notes()
+        plan.checkpoint.print_notes()
         if not request.quiet:
             print(describe_start(plan), file=sys.stderr)
         check_memory(plan)
@@ -89,16 +79,15 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             notes |= journal.collect_notes_by_name()
             digests: Mapping[str, str] = writer.digests
             checkpoint.check_unchanged()
-            processes.broadcast_from_rank0(lambda: output.write_config(plan, folder))
+            output.write_config(plan, folder)
             if request.polish and calibration is not None:
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
                 digests = {}
                 notes["polish"] = polish_checkpoint(plan, calibration, folder, stages)
-            completed = processes.run_on_rank0(
-                lambda: output.complete_output(plan, calibration, folder, digests, notes, stages)
+            record, drift = output.complete_output(
+                plan, calibration, folder, digests, notes, stages
             )
-    record, drift = completed or ({}, None)
     return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
 
 
@@ -127,11 +116,8 @@ def _convert_layers(
         # Only here: bytes are copied while it imports torch.
         from kvfold.convert.conversion.layers import fit_layer
 
-        # Each process converts the layers that it writes.
-        own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
-        computed = enumerate(plan.output.computed_names)
-        indices = [index for index, names in computed if not own.isdisjoint(names)]
-        for index in stages.iterate_over("convert", indices, len(indices), "layer"):
+        layers = plan.geometry.layers
+        for index in stages.iterate_over("convert", range(layers), layers, "layer"):
             weights = fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
         return

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration, measure_logits_share
 from kvfold.convert.conversion.layers import convert_layer, make_walk
 from kvfold.convert.conversion.plan import Plan, list_mla_specs
@@ -52,10 +51,10 @@ def announce_stages(
 
     The plans of a group share the run of the source; the first of each is tried. ``stage`` converts
     their layers: ``"convert"``, or ``"sweep"``, which compares predictions alone afterwards. The
-    ``finished`` layers of an interrupted run take no time. Returns nothing if the run is quiet, has
-    a progress callback or several processes.
+    ``finished`` layers of an interrupted run take no time. Returns nothing if the run is quiet or
+    has a progress callback.
     """
-    if stages.quiet or stages.progress or processes.world_size() > 1:
+    if stages.quiet or stages.progress:
         return [{} for _ in groups]
     with stages("trying the first layer"):
         estimates = [_estimate_stages(stage, [*plans], calibration, finished) for plans in groups]

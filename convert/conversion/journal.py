@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file, sync_path, write_small_file
 from kvfold.convert.checkpoint.digests import fingerprint_files
 from kvfold.convert.checkpoint.files import CONFIG
@@ -53,9 +52,7 @@ class Journal:
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.
         self._settings = collect_run_settings(plan) if plan.request.calibrated else {}
-        self._notes: list[dict[str, Any]] = processes.broadcast_from_rank0(
-            lambda: _read_journal(folder)["layers"]
-        )
+        self._notes: list[dict[str, Any]] = _read_journal(folder)["layers"]
 
     @property
     def finished_count(self) -> int:
@@ -82,18 +79,13 @@ class Journal:
         return tensors
 
     def add_layer(self, notes: Mapping[str, Any]) -> None:
-        """Record the next layer as finished and save its ``notes``. Every process must call this
-        after its tensors are on disk.
-        """
-        processes.all_gather(None)
+        """Record the next layer, whose tensors are on disk, as finished and save its ``notes``."""
         self._notes.append(dict(notes))
-        if processes.is_rank0():
-            state = fingerprint_files([self.folder / PRECISION, self.folder / SELF_TEXT])
-            content = {"run": self._settings, "layers": self._notes, "state": state}
-            text = json.dumps(content)
-            with replace_file(self.folder / _NAME) as new:
-                write_small_file(new, f"{_compute_checksum(text)}\n{text}")
-                sync_path(new)
+        state = fingerprint_files([self.folder / PRECISION, self.folder / SELF_TEXT])
+        text = json.dumps({"run": self._settings, "layers": self._notes, "state": state})
+        with replace_file(self.folder / _NAME) as new:
+            write_small_file(new, f"{_compute_checksum(text)}\n{text}")
+            sync_path(new)
 
     def collect_notes_by_name(self) -> dict[str, Any]:
         """Return the notes of all layers, merged into one list per note name. A layer that lacks a
@@ -188,10 +180,9 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
         "the model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
         **request.collect_result_options(),
         "calibration": request.calibration,
-        # Sums are in another order on another device, or with other threads or processes.
+        # Sums are in another order on another device or with other threads.
         "device": choose_device(request.device),
         "threads": torch.get_num_threads(),
-        "process count": processes.world_size(),
         **get_package_versions(),
         "files": fingerprint_files(files),
     }

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.device import choose_fit_device
@@ -59,7 +58,7 @@ def make_walk(
     teacher = Teacher(
         calibration.source,
         tokens.held_out,
-        processes.select_process_share(tokens.calibration) if fits else None,
+        tokens.calibration if fits else None,
         plan.model,
         statistics_from if reads_text else plan.geometry.layers,
     )
@@ -94,10 +93,7 @@ def convert_layer(
     """
     from kvfold.convert.walk.output_fit import refit_output_projection
 
-    # Statistics are sums over all processes; one fit for all of them keeps their students equal.
-    layer = processes.broadcast_from_rank0(
-        lambda: fit_layer(plan, walk_layer.index, walk_layer, pair_losses_cache)
-    )
+    layer = fit_layer(plan, walk_layer.index, walk_layer, pair_losses_cache)
     weights = layer.weights
     if plan.method.reads_text:
         weights = refit_output_projection(walk_layer, weights, make_attention_update(plan))

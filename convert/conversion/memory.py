@@ -4,11 +4,10 @@ and check that there is enough. Does not import torch.
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
@@ -141,7 +140,7 @@ def measure_sizes(plan: Plan, on_gpu: bool) -> Sizes:
         converted=count_trained(plan) // shape.layers,
         head=shape.vocabulary * shape.model_dim,
         vocabulary=shape.vocabulary,
-        tokens=ceil(request.samples / processes.world_size()) * length,
+        tokens=request.samples * length,
         held_out=count_held_out(request.samples) * length,
         length=length,
         on_gpu=on_gpu,

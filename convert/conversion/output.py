@@ -3,14 +3,12 @@ the model card and ``kvfold.json``.
 """
 
 import sys
-from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import (
     check_free_space,
     open_output_folder,
@@ -37,7 +35,6 @@ from kvfold.convert.conversion.journal import (
 from kvfold.convert.conversion.memory import estimate_disk
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
-from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.progress import ProgressStages
 
@@ -49,34 +46,19 @@ if TYPE_CHECKING:
 @contextmanager
 def open_run_folder(plan: Plan) -> Iterator[Path]:
     """Yield the temporary folder of the run, which becomes the output folder after the with-block.
-    It may be the folder of an interrupted run. All processes get the same folder.
+    It may be the folder of an interrupted run.
     """
     request = plan.request
     folder = None
     try:
-        with ExitStack() as stack:
-
-            def create_folder() -> Path:
-                """Create the temporary folder, or find that of an interrupted run, and check that
-                its disk has enough space.
-                """
-                opened = open_output_folder(
-                    request.out,
-                    overwrite=request.overwrite,
-                    model=plan.checkpoint.folder,
-                    resume=lambda folder: can_resume(plan, folder),
-                    fresh=request.fresh,
-                )
-                folder = stack.enter_context(opened)
-                check_free_space(folder, estimate_disk(plan))
-                return folder
-
-            folder = processes.broadcast_from_rank0(create_folder)
-            if not folder.is_dir():
-                raise InputError(
-                    f"{folder}: this machine cannot see the temporary folder that the first process"
-                    " created; choose an OUT on a file system that all machines share"
-                )
+        with open_output_folder(
+            request.out,
+            overwrite=request.overwrite,
+            model=plan.checkpoint.folder,
+            resume=lambda folder: can_resume(plan, folder),
+            fresh=request.fresh,
+        ) as folder:
+            check_free_space(folder, estimate_disk(plan))
             yield folder
     except BaseException as error:
         if folder is not None and (count := count_finished_layers(folder)):
@@ -88,11 +70,8 @@ def open_run_folder(plan: Plan) -> Iterator[Path]:
 def open_shard_writer(
     plan: Plan, journal: Journal, stages: ProgressStages
 ) -> Iterator[ShardWriter]:
-    """Yield the writer of this process's weight files. During the with-block, background threads
-    copy all tensors that the conversion leaves unchanged.
-
-    After the block, all shards are complete, and the writer and the source have the digests that
-    any process computed.
+    """Yield the writer of the weight files. During the with-block, background threads copy all
+    tensors that the conversion leaves unchanged. After it, all shards are complete.
     """
     finished = journal.finished_count
     if finished and not plan.request.quiet:
@@ -101,11 +80,9 @@ def open_shard_writer(
             " (--fresh starts over)",
             file=sys.stderr,
         )
-    writer = ShardWriter(
-        journal.folder, plan.own_shards, journal.written_tensors if finished else None
-    )
-    sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
-    resumed = sum(sizes.get(name, 0) for name in journal.written_tensors)
+    writer = ShardWriter(journal.folder, plan.shards, journal.written_tensors if finished else None)
+    sizes = {tensor.name: tensor.nbytes for tensor in plan.output.tensors}
+    resumed = sum(sizes[name] for name in journal.written_tensors)
     with stages("write", sum(sizes.values()), "B", resumed) as advance:
         with writer.copy_source_tensors(plan.checkpoint, advance):
             yield writer
@@ -117,8 +94,6 @@ def open_shard_writer(
             " damaged: download it again",
             file=sys.stderr,
         )
-    for digests in (writer.digests, plan.checkpoint.digests):
-        digests.update(ChainMap(*processes.all_gather(digests)))
 
 
 def _clean_extra_file(name: str, data: bytes, names: Collection[str]) -> bytes | str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.rounding_schemes import GROUP, find_rounding_problem
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import (
     CONFIG,
     SINGLE,
@@ -77,7 +76,6 @@ class Plan:
     mla_spec: the split for an MLA target, otherwise None.
     reads: the names of the source tensors that each layer's method reads.
     shards: the output's weight files.
-    own_shards: those that this process writes.
     source_kind: the source's attention, such as MHA.
     cache_elements: the source's KV-cache elements per token per layer.
     result: what engines need to know of the output.
@@ -93,7 +91,6 @@ class Plan:
     mla_spec: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
     shards: tuple[Shard, ...]
-    own_shards: tuple[Shard, ...]
     source_kind: str
     cache_elements: int
     result: ServedModel
@@ -145,15 +142,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     positions = model.geometry.positions
     # Methods assume the rotary frequencies of short texts.
     request = request.resolve_auto_length(model.short_context or positions)
-    count = processes.world_size()
     if request.calibrated:
         check_seq_len(request.calibration_length, positions, checkpoint.origin)
-        if request.samples < count:
-            raise option_error(
-                "samples",
-                request.samples,
-                f"must be at least {count}, one sequence per process; lower --nproc-per-node",
-            )
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
     plan = plan_mla(request, checkpoint, model, list_mla_specs(request, model)[-1])
@@ -296,7 +286,6 @@ def _build_plan(
             " another --to or --layout",
             lost,
         )
-    shards = tuple(assign_shards(output.tensors, request.shard_bytes))
     return Plan(
         request=request,
         checkpoint=checkpoint,
@@ -305,8 +294,7 @@ def _build_plan(
         output=output,
         mla_spec=mla_spec,
         reads=tuple(reads),
-        shards=shards,
-        own_shards=tuple(shards[number] for number in processes.get_process_range(len(shards))),
+        shards=tuple(assign_shards(output.tensors, request.shard_bytes)),
         source_kind=format_attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=count_cache_elements(model.geometry),
         result=result,

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import sync_path
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
@@ -30,7 +29,7 @@ def polish_checkpoint(
     plan: Plan, calibration: Calibration, folder: Path, stages: ProgressStages
 ) -> dict[str, Any]:
     """Train all attention layers of the checkpoint in ``folder`` together, in place. Returns the
-    entry about this training for ``kvfold.json``. Every process must call this.
+    entry about this training for ``kvfold.json``.
     """
     request = plan.request
     source = calibration.source
@@ -66,7 +65,7 @@ def polish_checkpoint(
                 advance(result.steps - done)
                 done = result.steps
                 # A resumed run has the figures of the round that it starts from.
-                if processes.is_rank0() and len(result.curve) < len(result.errors):
+                if len(result.curve) < len(result.errors):
                     tokens_seen = done * count_step_tokens(request.calibration_length)
                     result.curve.append({"tokens": tokens_seen, **task.figures})
                     if not request.quiet:
@@ -75,7 +74,7 @@ def polish_checkpoint(
         if constant:
             check_constant_channel(result.tensors, written)
     if result.tensors:
-        processes.run_on_rank0(lambda: _replace_tensors(plan, folder, result.tensors))
+        _replace_tensors(plan, folder, result.tensors)
     return {
         "before": result.errors[0],
         "after": min(result.errors),

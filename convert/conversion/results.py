@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfold.attention.drift.metrics import format_cache_saving, format_metrics
-from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import (
     NEAR,
     format_verdict,
@@ -200,7 +199,6 @@ def summarize_plan(plan: Plan) -> str:
     and the memory and disk space needed.
     """
     request = plan.request
-    per_process = " per process" if processes.world_size() > 1 else ""
     computed = sum(map(len, plan.output.computed_names))
     copied = len(plan.output.tensors) - computed
     rows = [
@@ -225,7 +223,7 @@ def summarize_plan(plan: Plan) -> str:
     for name, unit in (("host", "RAM"), ("card", "GPU")):
         if (needed := memory[f"{name}_memory_bytes"]) is None:
             continue
-        text = f"about {format_bytes(needed)} needed{per_process}"
+        text = f"about {format_bytes(needed)} needed"
         if (free := memory[f"{name}_memory_free_bytes"]) is not None:
             text += f", {format_bytes(free)} free"
         rows_of_memory.append((unit, text + " (estimated, not measured)" * (name == "card")))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import (
     convert_layer,
@@ -123,10 +122,8 @@ def survey_layers(
     splits follow.
     """
     source = calibration.source
-    count = max(processes.world_size(), math.ceil(SURVEYED / plan.request.calibration_length))
-    states = embed_tokens(
-        source, processes.select_process_share(calibration.tokens.calibration[:count])
-    )
+    count = math.ceil(SURVEYED / plan.request.calibration_length)
+    states = embed_tokens(source, calibration.tokens.calibration[:count])
     surveys = []
     probes = {}
     number = min(source.layers, TRIAL_LAYERS)
@@ -142,8 +139,7 @@ def survey_layers(
         surveys.append(rope_slots.survey_layer(weights, statistics, rotary, context))
         if trials and index in probed:
             probes[index] = statistics, inputs
-    # Equal on all processes, to the last bit.
-    return SourceSurvey(processes.broadcast_from_rank0(lambda: surveys), probes)
+    return SourceSurvey(surveys, probes)
 
 
 def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[RotarySlots]:
@@ -250,4 +246,4 @@ def convert_and_measure_kl(
             walk_layer.advance_student(tensors)
         else:
             walk_layer.advance_student_unchanged()
-    return processes.broadcast_from_rank0(lambda: walk.measure_drift().kl)
+    return walk.measure_drift().kl

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from kvfold.attention.drift.compare import split_logits
 from kvfold.attention.drift.recording import OpenLayer
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.errors import summarize_error
 from kvfold.convert.training.steps import (
@@ -112,13 +111,13 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def backward(self, batch: list[int]) -> None:
-        """Add to the master weights the gradients of the loss on this process's share of the
-        training sequences ``batch``.
+        """Add to the master weights the gradients of the loss on the training sequences
+        ``batch``.
         """
 
     @abstractmethod
     def measure_error(self) -> float:
-        """Return the error on the held-out sequences, equal on all processes."""
+        """Return the error on the held-out sequences."""
 
 
 @dataclass
@@ -148,7 +147,7 @@ def train(
 
     The training state is written to the file ``saved`` after the first and the last round, and
     between them as often as writing takes a small part of the time; if that file already exists,
-    training resumes from it. Every process of a run must call this.
+    training resumes from it.
     """
     optimizer = task.optimizer
     result = None
@@ -164,10 +163,6 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate * group["size"]
         task.backward(next(batches))
-        for master in task.trained.values():
-            if master.grad is None:  # none of this batch's sequences are this process's
-                master.grad = torch.zeros_like(master)
-            processes.all_reduce([master.grad])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)  # evaluation has their memory
         result.steps += 1
@@ -186,7 +181,7 @@ def train(
         result.errors.append(error if math.isfinite(error) else math.inf)
         yield result
         rate = task.learning_rate(result.steps, result.errors)
-        if saved is None or not processes.is_rank0() or (rate and time.monotonic() < next_save):
+        if saved is None or (rate and time.monotonic() < next_save):
             continue
         began = time.monotonic()
         state = {**vars(result), "masters": task.masters, "optimizer": optimizer.state_dict()}

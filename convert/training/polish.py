@@ -23,7 +23,6 @@ from kvfold.attention.drift.compare import (
     sum_prediction_drift,
 )
 from kvfold.attention.drift.recording import OpenLayer
-from kvfold.convert import processes
 from kvfold.convert.progress import ProgressStages
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import BLOCK_STEPS, POLISH_ROUND, choose_batch_size
@@ -85,7 +84,7 @@ class TrainingText:
     computed as they are needed.
 
     These are computed for a block of coming batches at a time, so that memory does not grow with
-    the text. Each of several processes takes its share of every batch.
+    the text.
     """
 
     def __init__(self, teacher: CheckpointStream, tokens: Tensor, stages: ProgressStages) -> None:
@@ -102,9 +101,7 @@ class TrainingText:
         count, length = self.tokens.shape
         batches = islice(draw_batches(count, choose_batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._block = sorted(
-                {index for batch in block for index in processes.select_process_share(batch)}
-            )
+            self._block = sorted({index for batch in block for index in batch})
             self._states = None
             yield from block
 
@@ -185,23 +182,20 @@ class PolishTask(TrainingTask):
         return peak * compute_plateau_factor(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
-        """Add to the master weights the gradients of the KL from the teacher on this process's
-        share of ``batch``.
-        """
-        if own := processes.select_process_share(batch):
-            tokens, states = self.text.read_sequences(own)
-            self.load_master_weights()
-            with self.stream.use_training_precision():
-                hidden = self.run_layers(tokens)
-                target = states.to(hidden.device, hidden.dtype)
-                loss = sum_loss(self.stream, hidden, target, self.stream)
-            (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
+        """Add to the master weights the gradients of the KL from the teacher on ``batch``."""
+        tokens, states = self.text.read_sequences(batch)
+        self.load_master_weights()
+        with self.stream.use_training_precision():
+            hidden = self.run_layers(tokens)
+            target = states.to(hidden.device, hidden.dtype)
+            loss = sum_loss(self.stream, hidden, target, self.stream)
+        (loss / tokens.numel()).backward()  # type: ignore[no-untyped-call]
 
     def measure_error(self) -> float:
         """Return the mean KL from the teacher's next-token distributions on held-out text, in nats
         per token; leaves all figures in ``figures``.
         """
-        self.figures = processes.broadcast_from_rank0(self._measure_held_out)
+        self.figures = self._measure_held_out()
         return self.figures["kl"]
 
     @torch.no_grad()

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from kvfold.attention.drift.compare import sum_squares
 from kvfold.attention.drift.recording import OpenLayer
-from kvfold.convert import processes
 from kvfold.convert.training.budget import choose_refine_batch_size
 from kvfold.convert.training.loop import TrainingResult, TrainingTask, draw_batches, train
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, compute_token_weights
@@ -181,25 +180,19 @@ class RefineTask(TrainingTask):
         )
 
     def backward(self, batch: list[int]) -> None:
-        """Add to the master weights the gradients of the squared error on this process's share of
-        ``batch``.
-        """
+        """Add to the master weights the gradients of the squared error on ``batch``."""
         training = self._training
-        own = processes.get_process_range(training.count)
         size = len(training.chunks[0].inputs)
-        rows = [divmod(index - own.start, size) for index in batch if index in own]
-        if rows:
-            examples = [[states[row] for states in training.chunks[chunk]] for chunk, row in rows]
-            with self.stream.use_training_precision():
-                missing = self._compute_error(
-                    ExampleChunk(*map(torch.stack, zip(*examples, strict=True)))
-                )
-            # Divided by the root of the count, not by the count: float16 gradients neither vanish
-            # nor overflow, and Adam does not see the difference. The count is that of all sequences
-            # of the batch.
-            count = math.sqrt(missing.numel())
-            scale = count * (training.energy * math.sqrt(len(batch) / len(rows)) or 1.0)
-            (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
+        rows = [divmod(index, size) for index in batch]
+        examples = [[states[row] for states in training.chunks[chunk]] for chunk, row in rows]
+        with self.stream.use_training_precision():
+            missing = self._compute_error(
+                ExampleChunk(*map(torch.stack, zip(*examples, strict=True)))
+            )
+        # Divided by the root of the count, not by the count: float16 gradients neither vanish nor
+        # overflow, and Adam does not see the difference.
+        scale = math.sqrt(missing.numel()) * (training.energy or 1.0)
+        (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def measure_error(self) -> float:
@@ -208,9 +201,7 @@ class RefineTask(TrainingTask):
         """
         chunks = self._held_out.chunks
         elements = sum(chunk.targets.numel() for chunk in chunks)
-        missing = processes.broadcast_from_rank0(
-            lambda: float(sum(sum_squares(self._compute_error(chunk)) for chunk in chunks))
-        )
+        missing = float(sum(sum_squares(self._compute_error(chunk)) for chunk in chunks))
         return missing / elements / (self._held_out.energy or 1 / elements)
 
     def _compute_error(self, chunk: "ExampleChunk") -> Tensor:
@@ -245,10 +236,9 @@ class RefineExamples:
     """All training or held-out sequences for refining a layer, with the size of the teacher's
     attention update.
 
-    chunks  this process's share of the training sequences, or all held-out ones, in the walk's
-            chunks
-    energy  the weighted mean square of the teacher's attention update, over all processes
-    count   the number of sequences, summed over processes; only used of training sequences
+    chunks  the sequences in the walk's chunks
+    energy  the weighted mean square of the teacher's attention update
+    count   the number of sequences
     """
 
     chunks: list[ExampleChunk]
@@ -260,8 +250,7 @@ class RefineExamples:
 def make_examples(
     update: AttentionUpdate, layer: OpenLayer, chunks: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> RefineExamples:
-    """Return the sequences on which a layer is refined or evaluated. Every process must call this,
-    with its share of the training sequences or with all held-out ones.
+    """Return the sequences on which a layer is refined or evaluated.
 
     A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
     output, and the student's residual stream; ``update`` is the teacher's.
@@ -283,5 +272,4 @@ def make_examples(
         examples.append(ExampleChunk(student_inputs, targets, weights))
         energy = float(sum_squares(added * weights))
         sums += torch.tensor([energy, targets.numel(), len(targets)], dtype=torch.float64)
-    processes.all_reduce([sums])
     return RefineExamples(examples, float(sums[0] / sums[1]), int(sums[2]))

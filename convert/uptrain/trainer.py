@@ -6,7 +6,6 @@ and columns.
 """
 
 import math
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, summarize_error
-from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
+from kvfold.convert.processes import LONGEST_WORK, count_launched, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import ModelHead, use_blockwise_attention
 from kvfold.convert.text.tokenizer import check_teacher_tokenizer, load_tokenizer
@@ -66,7 +65,7 @@ def make_training_arguments(
     Raises InputError if the device or the number of processes cannot be used.
     """
     device = choose_device(request.device)
-    replicas = int(os.environ.get("WORLD_SIZE", "1"))
+    replicas = count_launched()
     share, rest = divmod(request.sequences_per_step, replicas)
     if rest:
         raise InputError(

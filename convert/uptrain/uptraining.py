@@ -54,9 +54,9 @@ from kvfold.convert.families.family import find_text_type
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.processes import (
     broadcast_from_rank0,
+    count_launched,
     launched_as_rank0,
     run_on_rank0,
-    world_size,
 )
 from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
@@ -155,7 +155,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     device = choose_device(request.device)
     # On a CPU a step of 65,536 tokens takes a small language model many minutes.
     on_cpu = device.type == "cpu"
-    request = request.with_batch_tokens(BATCH_TOKENS * world_size() if on_cpu else FULL_BATCH)
+    request = request.with_batch_tokens(BATCH_TOKENS if on_cpu else FULL_BATCH)
     precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
     # From here on the processes are connected.
     arguments = make_training_arguments(request, config.hidden_size, precision)
@@ -199,7 +199,7 @@ def _check_memory(
     """Raise InputError if training ``sequences`` sequences at a time needs more memory than is
     free on the host or on the GPU. Runs of several processes, which may be sharded, pass.
     """
-    if world_size() > 1:
+    if count_launched() > 1:
         return
     teacher = 0
     if request.teacher is not None:

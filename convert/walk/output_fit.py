@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
-from kvfold.convert import processes
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.linalg import fit_output_projection
 from kvfold.convert.transforms.weights import AttentionWeights
@@ -122,9 +121,7 @@ def refit_output_projection(
         regressions = _yield_regressions(layer, weights, present, update, chunks)
         with student.stream.use_training_precision():
             gram, cross = _sum_regressions(layer, present, update, regressions)
-        fitted = processes.broadcast_from_rank0(
-            lambda: _fit_if_better(layer, present, update, gram, cross, chain([first], held_out))
-        )
+        fitted = _fit_if_better(layer, present, update, gram, cross, chain([first], held_out))
     if fitted is None:
         return weights
     size = weights.o[0].numel()
@@ -181,8 +178,8 @@ def _sum_regressions(
     update: AttentionUpdate,
     regressions: Iterator[_Regression],
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted means of ``z z^T`` and ``target z^T`` over the sequences of all
-    processes; ``z`` are the heads' results.
+    """Return the weighted means of ``z z^T`` and ``target z^T`` over all sequences; ``z`` are the
+    heads' results.
     """
     count = len(present[0])
     gram = present.new_zeros(count, count)
@@ -199,7 +196,6 @@ def _sum_regressions(
             gram += largest.double() * (scaled.mT @ heads)
             cross += largest.double() * (target.mT @ scaled)
         total += weight.double().sum()
-    processes.all_reduce([gram, cross, total])
     total = torch.where(total != 0, total, 1.0)
     return gram / total, cross / total
 

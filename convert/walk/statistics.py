@@ -14,7 +14,6 @@ from torch import Tensor
 from kvfold.attention.drift.profile import sum_attention_by_distance_and_key
 from kvfold.attention.drift.recording import LayerArguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
-from kvfold.convert import processes
 from kvfold.convert.families.layer_io import make_layer_rotary
 from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.head_norms import has_norms, project_with_norms
@@ -67,11 +66,8 @@ class StatisticsAccumulator:
             self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
     def average_batches(self) -> LayerStatistics:
-        """Return the statistics averaged over the batches of all processes; there must be at least
-        one.
-        """
+        """Return the statistics averaged over the batches; there must be at least one."""
         sums = self._sums
-        processes.all_reduce(sums.values())
         # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance
         # may be negative.
         averages = {

@@ -49,7 +49,6 @@ from torch import Tensor
 
 from kvfold.attention.drift.compare import DriftMeasurement, compare_predictions, sum_squares
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
-from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import read_attention_weights
@@ -349,10 +348,10 @@ def gather_statistics(
     """Return a layer's calibration statistics for the residual streams ``states``, and its
     attention inputs for the first chunk, ``[n, E]``.
 
-    Both cover the sequences of all processes. ``model`` says where the layer's attention weights
-    are; it is needed for statistics of normalized queries and keys, and for attention whose queries
-    and keys cannot be recorded. ``states`` are replaced by the layer's outputs; its attention's
-    outputs are added to ``attention``, if it is given. Raises InputError if these are not finite.
+    ``model`` says where the layer's attention weights are; it is needed for statistics of
+    normalized queries and keys, and for attention whose queries and keys cannot be recorded.
+    ``states`` are replaced by the layer's outputs; its attention's outputs are added to
+    ``attention``, if it is given. Raises InputError if these are not finite.
     """
     weights = None
     if model is not None and (model.qk_norm is not None or not model.family.attention.shown):
@@ -374,11 +373,7 @@ def gather_statistics(
         states[chunk] = output.states.cpu()
     statistics = accumulator.average_batches()
     check_finite(states, source, layer.index)
-    length = states[0].shape[1]
-    most = length * choose_sequences_per_chunk(source.device, length)
-    # Gathered as objects: the tensors' own gather would need equally many rows from each process.
-    rows = torch.cat(processes.all_gather(inputs[:most].cpu()))
-    return statistics, rows[:most].to(inputs.device)
+    return statistics, inputs
 
 
 @torch.no_grad()

@@ -104,6 +104,15 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
     told(done.stderr.strip())
 
 
+def test_a_conversion_by_processes_of_torchrun_is_refused(kvfold, monkeypatch, out, told):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    error = kvfold("convert", demo_folder(), out, "--to", "mqa", status=2).stderr.strip()
+    assert error.startswith("error: torchrun: ")
+    assert "without torchrun, with --device cuda or with more threads" in error
+    told(error)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     "line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"]
 )

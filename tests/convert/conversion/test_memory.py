@@ -58,12 +58,10 @@ def needs(folder, on_gpu=False, **options):
     return estimate_memory(plan, on_gpu)
 
 
-def test_hidden_states_are_in_memory(config_only, monkeypatch):
+def test_hidden_states_are_in_memory(config_only):
     few = needs(config_only)
     many = needs(config_only, samples=4096)
     assert many.host > few.host + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
-    monkeypatch.setattr(memory.processes, "world_size", lambda: 4)
-    assert needs(config_only, samples=4096).host < many.host / 2
 
 
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention import register_models
-from kvfold.convert import ConvertRequest, processes
+from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.measure.inspect import inspect_checkpoint
@@ -173,12 +173,3 @@ def test_weights_of_whole_numbers_are_refused(tiny_family, refused):
     checkpoint.tensors[name] = replace(checkpoint.tensors[name], dtype="I16")
     with refused():
         make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
-
-
-def test_fewer_sequences_than_processes_are_refused(tiny_family, monkeypatch, refused):
-    request = ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64)
-    checkpoint = open_checkpoint(tiny_family("llama"))
-    make_plan(request, checkpoint)
-    monkeypatch.setattr(processes, "world_size", lambda: 4)
-    with refused():
-        make_plan(request, checkpoint)
