@@ -179,8 +179,8 @@ class ShardWriter:
     A file is opened for each write: a model may have more files than a process may hold open.
 
     The constructor creates every file at its final size (sparse), with its header; tensors may then
-    be written in any order. ``shards`` are those that this process writes. To continue a killed
-    run, whose files are in the folder, ``resume_written`` names their tensors that it wrote.
+    be written in any order. To continue a killed run, whose files are in the folder,
+    ``resume_written`` names their tensors that it wrote.
     ``written`` has the names of the tensors in the files, and ``digests`` the SHA-256 of each that
     this object wrote; ``non_finite`` has the names of copied tensors with NaN or infinite elements.
     An OSError names the file; no link is followed out of the folder.
@@ -215,8 +215,8 @@ class ShardWriter:
                 write_bytes_at(file, memoryview(shard.header), 0)
 
     def write(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write the computed ``tensors`` into their files, cast to the planned dtypes. Tensors that
-        belong to another process's files are skipped. Returns the number of bytes written.
+        """Write the computed ``tensors`` into their files, cast to the planned dtypes. Returns the
+        number of bytes written.
 
         Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
@@ -232,8 +232,6 @@ class ShardWriter:
                 copy.result()
         count = 0
         for name, tensor in tensors.items():
-            if name not in self._locations:
-                continue
             location = self._locations[name]
             if tensor.shape != location.tensor.shape:
                 raise KvfoldError(
