@@ -17,8 +17,7 @@ block by block. Queries that see no key get zeros.
 and for decoding over a latent cache (``latent.py``).
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -131,35 +130,21 @@ class AttentionScores:
                     (row_end - row, group_end - group, members, last - first, high - low),
                 )
 
-    def allocate_buffer(self, blocks: Sequence[ScoreBlock]) -> Tensor:
-        """Return a buffer for the scores of the largest of ``blocks``, ``[n]``. Blocks that are
-        computed one after the other share it, because new memory for each costs page faults.
-        """
-        size = max([0, *(math.prod(block.shape) for block in blocks)])
-        return widen_float16(self.queries[0].new_empty(0)).new_empty(size)
-
-    def compute_scores(self, block: ScoreBlock, buffer: Tensor | None = None) -> Tensor:
-        """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``, in
-        ``buffer [n]`` if it is given.
-        """
-        batch, groups, members, rows, width = block.shape
-        out = None
-        if buffer is not None:
-            out = buffer[: math.prod(block.shape)].view(batch * groups, members * rows, width)
-        factors = [
-            (self.scale * block.select_queries(query), block.select_keys(key))
+    def compute_scores(self, block: ScoreBlock) -> Tensor:
+        """Return ``scale * query . key`` for all pairs in a block, ``[b * g, M * rows, width]``."""
+        first, *others = (
+            multiply_keys(self.scale * block.select_queries(query), block.select_keys(key))
             for query, key in zip(self.queries, self.keys, strict=True)
-        ]
-        scores = multiply_keys(*factors[0], out)
-        for rows_of_part, keys_of_part in factors[1:]:
-            scores += multiply_keys(rows_of_part, keys_of_part)
-        return scores
+        )
+        for scores in others:
+            first += scores
+        return first
 
-    def compute_weights(self, block: ScoreBlock, buffer: Tensor | None = None) -> Tensor:
+    def compute_weights(self, block: ScoreBlock) -> Tensor:
         """Return the attention weights (softmax of masked scores) of a block, ``[b * g, M * rows,
-        width]``, in ``buffer [n]`` if it is given. The row of a query that sees no key is zero.
+        width]``. The row of a query that sees no key is zero.
         """
-        scores = self.compute_scores(block, buffer)
+        scores = self.compute_scores(block)
         maps = scores.view(block.shape)
         if self.softcap is not None:
             maps.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -169,7 +154,7 @@ class AttentionScores:
             seen = None
         may_see_nothing = seen is not None or self.rule.padded
         low = block.keys.start
-        if self.rule.hides_keys:
+        if self.rule.causal or self.rule.padded:
             if self.rule.window is None and not may_see_nothing:
                 # every query of the block sees all that comes before; the first one's own key,
                 # which all see too, keeps the width even: 127 columns take four times as long as
@@ -230,10 +215,8 @@ def weigh_values(
     """
     query = scores.queries[0]
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
-    blocks = list(scores.split_into_blocks())
-    buffer = None if saved is not None else scores.allocate_buffer(blocks)
-    for block in blocks:
-        weights = scores.compute_weights(block, buffer)
+    for block in scores.split_into_blocks():
+        weights = scores.compute_weights(block)
         _write_block_rows(result, block, multiply_values(weights, block.select_keys(value)))
         if saved is not None:
             saved.append(weights)
@@ -286,10 +269,8 @@ class _BlockedAttention(torch.autograd.Function):
         value_grad = grad.new_zeros(value.shape, dtype=wide)
         sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
         with torch.autocast(grad.device.type, enabled=False):
-            blocks = list(scores.split_into_blocks())
-            buffer = None if saved else scores.allocate_buffer(blocks)
-            for index, block in enumerate(blocks):
-                weights = saved[index] if saved else scores.compute_weights(block, buffer)
+            for index, block in enumerate(scores.split_into_blocks()):
+                weights = saved[index] if saved else scores.compute_weights(block)
                 grad_rows = block.select_queries(grad)
                 block.select_keys(value_grad).add_(weights.mT @ grad_rows)
                 change = multiply_keys(grad_rows, block.select_keys(value))
@@ -344,16 +325,16 @@ def widen_float16(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float16 and tensor.is_cpu else tensor
 
 
-def multiply_keys(rows: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
     """Return ``rows keys^T``, ``[n, r, w]``, for queries ``rows [n, r, d]`` and ``keys
-    [n, w, d]``, in ``out`` if it is given.
+    [n, w, d]``.
     """
     remainder = keys.shape[1] % _choose_key_step(keys)
     if not remainder:
-        return torch.bmm(rows, keys.mT, out=out)
+        return torch.bmm(rows, keys.mT)
     even = torch.bmm(rows, keys[:, :-remainder].mT)
     rest = torch.bmm(rows.float(), keys[:, -remainder:].float().mT)
-    return torch.cat([even, rest.to(even.dtype)], -1, out=out)
+    return torch.cat([even, rest.to(even.dtype)], -1)
 
 
 def multiply_values(weights: Tensor, values: Tensor) -> Tensor:

@@ -27,12 +27,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.mistral4 import modeling_mistral4 as mistral4
 from transformers.models.youtu import modeling_youtu as youtu
 
-from kvfold.attention.latent import (
-    absorb_query,
-    attend_to_latents,
-    expand_value,
-    is_absorption_cheaper,
-)
+from kvfold.attention.latent import attend_to_latents, is_absorption_cheaper
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -47,28 +42,24 @@ class _AbsorbedAttentionMixin:
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
         attention_mask: Any = None,
         past_key_values: Any = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention output ``[B, T, E]``, and the weights ``[B, H, T, S]`` with eager
         attention, as the stock module does.
         """
+        states = (hidden_states, attention_mask, past_key_values)
+        if _should_absorb(self, *states):
+            return _attend_absorbed(self, *states, options), None
         stock: Any = super()
-        if not _should_absorb(self, hidden_states, attention_mask, past_key_values):
-            result: tuple[Tensor, Tensor | None] = stock.forward(
-                hidden_states=hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-            return result
-        output = _attend_absorbed(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
+        result: tuple[Tensor, Tensor | None] = stock.forward(
+            hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **options,
         )
-        return output, None
+        return result
 
 
 def _should_absorb(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
@@ -101,7 +92,6 @@ def _should_absorb(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
 def _attend_absorbed(
     layer: Any,
     hidden: Tensor,
-    position_embeddings: Any,
     mask: Tensor | None,
     cache: Any,
     options: dict[str, Any],
@@ -123,6 +113,7 @@ def _attend_absorbed(
     # by the functions of the stock file, so that every version's conventions hold: V2 multiplies
     # complex numbers
     modeling = layer.modeling
+    position_embeddings = options["position_embeddings"]
     if isinstance(position_embeddings, Tensor):
         angles = position_embeddings.to(rope.device)
         rope, key_rope = modeling.apply_rotary_emb(rope, key_rope, angles)
@@ -149,9 +140,9 @@ def _attend_absorbed(
     mask = None if mask is None else mask[..., : latent.shape[2]]
     # views: nothing is copied
     up = layer.kv_b_proj.weight.view(-1, nope_dim + layer.v_head_dim, layer.kv_lora_rank)
-    query = absorb_query(nope, up[:, :nope_dim])
+    query = torch.einsum("bhtd,hdr->bhtr", nope, up[:, :nope_dim])
     z = attend_to_latents(query, rope, latent[:, 0], key_rope[:, 0], layer.scaling, mask)
-    z = expand_value(z, up[:, nope_dim:]).transpose(1, 2)  # [B, T, H, Dv]
+    z = torch.einsum("bhtr,hdr->bthd", z, up[:, nope_dim:])
     output: Tensor = layer.o_proj(z.flatten(2))
     return output
 

@@ -53,15 +53,7 @@ def grouped_attention(
     expect_groups(groups, heads)
     expect_dtype_and_device("key", key, "query", query)
     expect_dtype_and_device("value", value, "query", query)
-    rule = check_mask_arguments(
-        query,
-        keys,
-        causal=causal,
-        offset=offset,
-        window=window,
-        starts=starts,
-        lengths=lengths,
-    )
+    rule = check_mask_arguments(query, keys, causal, offset, window, starts, lengths)
     return apply_grouped_attention(query, key, value, rule, width**-0.5 if scale is None else scale)
 
 

@@ -66,18 +66,10 @@ def latent_attention(
         expect_dtype_and_device(name, tensor, "query_nope", query_nope)
     slots = latent.shape[1]
     rank = up_key.shape[2]
-    rule = check_mask_arguments(
-        query_nope,
-        slots,
-        causal=causal,
-        offset=offset,
-        window=window,
-        starts=starts,
-        lengths=lengths,
-    )
+    rule = check_mask_arguments(query_nope, slots, causal, offset, window, starts, lengths)
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
-        query = absorb_query(query_nope, up_key)
+        query = torch.einsum("bhtd,hdr->bhtr", query_nope, up_key)
         # the kernel has no gradient, and would read the keys outside of a window
         tensors = (query, query_rope, latent)
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -91,7 +83,7 @@ def latent_attention(
             keys = latent[:, None]
             query = torch.cat([query, query_rope], -1)
             z = apply_grouped_attention(query, keys, keys[..., :rank], rule, scale)
-        return expand_value(z, up_value)
+        return torch.einsum("bhtr,hdr->bhtd", z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     nope, value = (
         torch.einsum("bsr,hdr->bhsd", latent[..., :rank], up) for up in (up_key, up_value)
@@ -183,17 +175,3 @@ def is_absorption_cheaper(queries: int, nope_dim: int, value_dim: int, rank: int
     # both sides without their common terms
     explicit = nope_dim + value_dim
     return queries * (2 * rank - explicit) < explicit * rank
-
-
-def absorb_query(query: Tensor, up_key: Tensor) -> Tensor:
-    """Return queries for the latent, ``W_uk,h^T q``: ``[B, H, T, R]``, from ``query [B, H, T, Dn]``
-    and ``up_key [H, Dn, R]``.
-    """
-    return torch.einsum("bhtd,hdr->bhtr", query, up_key)
-
-
-def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
-    """Return the heads' outputs ``W_uv,h z_h``: ``[B, H, T, Dv]``, from weighted latents ``z [B, H,
-    T, R]`` and ``up_value [H, Dv, R]``.
-    """
-    return torch.einsum("bhtr,hdr->bhtd", z, up_value)

@@ -36,11 +36,6 @@ class Visibility:
         """True if some slots are padding."""
         return self.starts is not None or self.lengths is not None
 
-    @property
-    def hides_keys(self) -> bool:
-        """True if some query may not see some key."""
-        return self.causal or self.padded
-
     def sees_all(self, queries: int, keys: int) -> bool:
         """True if each of ``queries`` queries sees each of ``keys`` keys."""
         near = not self.causal or self.offset >= keys - 1
@@ -82,7 +77,6 @@ class Visibility:
 def check_mask_arguments(
     query: Tensor,
     keys: int,
-    *,
     causal: bool,
     offset: int | None,
     window: int | None,

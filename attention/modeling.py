@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
-from kvfold.attention.checks import expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import is_absorption_cheaper, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
@@ -97,15 +96,15 @@ class GroupedAttention(nn.Module):
         used for the rotary embedding; they default to the slot numbers. ``starts [B]`` are
         those of ``grouped_attention``.
         """
-        offset, slots = _find_offset_and_positions(x, cache)
         query = _split_heads(self.query(x), self.heads)
         key = _split_heads(self.key(x), self.kv_heads)
         value = _split_heads(self.value(x), self.kv_heads)
         if self.rotation is not None:
-            query, key = self.rotation(slots if positions is None else positions, query, key)
+            positions = _find_slots(x, cache) if positions is None else positions
+            query, key = self.rotation(positions, query, key)
         if cache is not None:
             key, value = cache.append(key, value)
-        z = grouped_attention(query, key, value, offset=offset, starts=starts, **self.rules)
+        z = grouped_attention(query, key, value, starts=starts, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
@@ -180,13 +179,11 @@ class LatentAttention(nn.Module):
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
         cache, ``is_absorption_cheaper`` decides.
         """
-        offset, slots = _find_offset_and_positions(x, cache)
         query = _split_heads(self.query(x), self.heads)
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
         c, key_rope = torch.split(self.down(x), [self.kv_rank, self.rope_dim], -1)
-        rope, key_rope = self.rotation(
-            slots if positions is None else positions, rope, key_rope[:, None]
-        )
+        positions = _find_slots(x, cache) if positions is None else positions
+        rope, key_rope = self.rotation(positions, rope, key_rope[:, None])
         # the norm is on the latent alone: the rotary key is cached as attention reads it
         latent = torch.cat([self.latent_norm(c).to(c.dtype), key_rope[:, 0]], -1)
         if cache is not None:
@@ -204,7 +201,6 @@ class LatentAttention(nn.Module):
             up_key,
             up_value,
             absorbed=absorbed,
-            offset=offset,
             starts=starts,
             **self.rules,
         )
@@ -216,10 +212,9 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
-def _find_offset_and_positions(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
-    """Return the cache slot of the first token of ``x [B, T, E]`` (None without a cache), and the
-    default positions of all its tokens, ``[T]``.
+def _find_slots(x: Tensor, cache: SlotCache | None) -> Tensor:
+    """Return the slot numbers ``[T]`` of the tokens of ``x [B, T, E]``, which the cache does not
+    hold yet.
     """
-    expect_shape("x", x, "B T E", {})
-    steps = torch.arange(x.shape[1], device=x.device)
-    return (None, steps) if cache is None else (cache.length, cache.length + steps)
+    first = 0 if cache is None else cache.length
+    return torch.arange(first, first + x.shape[1], device=x.device)

@@ -56,10 +56,8 @@ def sum_attention_by_distance_and_key(
         device=query.device,
     )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
-    blocks = list(scores.split_into_blocks(buffers=2))
-    buffer = scores.allocate_buffer(blocks)
-    for block in blocks:
-        weights = scores.compute_weights(block, buffer)
+    for block in scores.split_into_blocks(buffers=2):
+        weights = scores.compute_weights(block)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, *block.shape[-2:])
         sums = total[block.batch, block.groups].view(len(maps), -1)

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import precision
+from helpers import precision, reference
 from helpers.attention import grouped_module, latent_module, small_modules
 from torch import nn
 from torch.testing import assert_close
 
-from kvfold.attention import reference, rotary_frequencies
+from kvfold.attention import rotary_frequencies
 
 E = 64
 T = 7
@@ -25,32 +25,13 @@ def x():
     return torch.randn(2, T, E, dtype=torch.float64)
 
 
-def split(tensor, heads):
-    return tensor.unflatten(0, (heads, -1))
-
-
-def grouped_weights(module):
-    groups = module.kv_heads
-    return reference.GroupedProjections(
-        split(module.query.weight, 4),
-        split(module.key.weight, groups),
-        split(module.value.weight, groups),
-        module.output.weight.unflatten(1, (4, -1)),
-        split(module.query.bias, 4),
-        split(module.key.bias, groups),
-        split(module.value.bias, groups),
-        module.output.bias,
-    )
-
-
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference(groups, layout, x):
     frequencies = rotary_frequencies(8)
     module = grouped_module(groups, frequencies=frequencies, layout=layout).double()
-    weights = grouped_weights(module)
     interleaved = layout == "interleaved"
     rotary = partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
-    expected = [reference.grouped_query_attention(row, weights, rotary=rotary) for row in x]
+    expected = [reference.grouped_query_attention(row, module, rotary) for row in x]
     assert_close(module(x), torch.stack(expected), **precision.EXACT)
 
 
@@ -58,21 +39,8 @@ def test_grouped_module_equals_reference(groups, layout, x):
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_latent_module_equals_reference(query_rank, absorbed, x):
     module = latent_module(query_rank).double()
-    down = module.query[0].weight if query_rank else None
-    query = split((module.query[1] if query_rank else module.query).weight, 4)
-    up = split(module.up.weight, 4)
-    weights = reference.LatentProjections(
-        query[:, :16],
-        query[:, 16:],
-        module.down.weight[:32],
-        module.down.weight[32:],
-        up[:, :16],
-        up[:, 16:],
-        module.output.weight.unflatten(1, (4, -1)),
-        query_down=down,
-    )
     rotary = partial(reference.rotate, frequencies=rotary_frequencies(8), interleaved=True)
-    expected = reference.latent_attention(x[0], weights, rotary, absorbed=not absorbed)
+    expected = reference.latent_attention(x[0], module, rotary)
     result = module(x, absorbed=absorbed)
     assert_close(result[0], expected, **precision.EXACT)
 

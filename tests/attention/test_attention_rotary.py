@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from helpers import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import apply_rotary, reference, rotary_frequencies, rotary_tables
+from kvfold.attention import apply_rotary, rotary_frequencies, rotary_tables
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

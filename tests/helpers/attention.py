@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from helpers import reference
 from kvfold.attention import (
     GroupedAttention,
     LatentAttention,
-    reference,
     rotary_frequencies,
 )
 
@@ -38,14 +38,10 @@ class Case:
     starts: Tensor | None = None
     lengths: Tensor | None = None
 
-    def offset_of(self, queries: int, keys: int) -> int:
-        if self.offset is not None:
-            return self.offset
-        return keys - queries if self.causal else 0
-
     def visible(self, batch: int, queries: int, keys: int) -> Tensor:
         """The mask as a matrix ``[B, 1, T, S]``, straight from its definition, on the CPU."""
-        position = self.offset_of(queries, keys) + torch.arange(queries)[None, :, None]
+        offset = keys - queries if self.offset is None else self.offset
+        position = offset + torch.arange(queries)[None, :, None]
         key = torch.arange(keys)
         seen = torch.ones(batch, queries, keys, dtype=torch.bool)
         if self.causal:
@@ -57,14 +53,6 @@ class Case:
         if self.lengths is not None:
             seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
-
-    def masks(self, row: int, queries: int, keys: int) -> reference.MaskSettings:
-        """The reference's masks for one sequence of the batch."""
-        start = 0 if self.starts is None else int(self.starts[row])
-        end = None if self.lengths is None else int(self.lengths[row])
-        return reference.MaskSettings(
-            self.causal, self.offset_of(queries, keys), self.window, start, end
-        )
 
 
 def naive(
@@ -117,14 +105,9 @@ def naive_latent(
 
 def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     """The reference's loops, in float64 on the CPU: ``[B, H, T, Dv]``."""
-    rows = zip(*(x.cpu().double() for x in (query, key, value)), strict=True)
-    sizes = query.shape[2], key.shape[2]
-    return torch.stack(
-        [
-            reference.attend_grouped_heads(*heads, case.masks(row, *sizes))
-            for row, heads in enumerate(rows)
-        ]
-    )
+    seen = case.visible(len(query), query.shape[2], key.shape[2])[:, 0]
+    rows = zip(*(x.cpu().double() for x in (query, key, value)), seen, strict=True)
+    return torch.stack([reference.attend_grouped_heads(*row) for row in rows])
 
 
 def exact_latent(
