@@ -17,8 +17,10 @@ def get_package_versions() -> dict[str, str | None]:
     None if a package is not installed.
     """
     packages = "kvfold", "torch", "transformers", "safetensors", "numpy"
-    found = {name: next(iter(distributions(name=name)), None) for name in packages}
-    return {name: package.version if package else None for name, package in found.items()}
+    return {
+        name: next((package.version for package in distributions(name=name)), None)
+        for name in packages
+    }
 
 
 def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -27,9 +29,9 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
 
     The record of a dry run has no SHA-256 of the source, because no weights are read.
     """
-    hashed = {} if measured is None else {"sha256": plan.checkpoint.compute_model_digest()}
-    origins = _map_tensors_to_origins(plan)
-    measured = measured or {}
+    source = {"name": plan.checkpoint.origin}
+    if measured is not None:
+        source["sha256"] = plan.checkpoint.compute_model_digest()
     return {
         "format": 4,
         "request": (
@@ -37,18 +39,15 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
             | ({} if plan.mla_spec is None else {"layout": plan.mla_spec.layout})
         ),
         "versions": get_package_versions(),
-        "source": {
-            "name": plan.checkpoint.origin,
-            **hashed,
-        },
+        "source": source,
         "attention": {"from": plan.source_kind, "to": plan.output.kind},
         "cache_elements": {
             "from": plan.cache_elements,
             "to": plan.result.count_cache_elements(),
         },
         "engines": [asdict(verdict) for verdict in plan.engines],
-        **measured,
-        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.output.tensors},
+        **(measured or {}),
+        "tensors": _map_tensors_to_origins(plan),
     }
 
 
@@ -56,21 +55,23 @@ def _map_tensors_to_origins(plan: Plan) -> dict[str, dict[str, Any]]:
     """Map each output tensor to how it came about (``copied``, ``cast``, ``zeros``, or the method
     that computed it), and to the source tensors it came from.
     """
-    origins: dict[str, dict[str, Any]] = {}
-    for tensor in plan.output.tensors:
-        if tensor.source is not None:
-            infos = [plan.checkpoint.tensors[name] for name in tensor.sources]
-            changed = any(tensor.dtype != info.dtype for info in infos)
-            kind = "cast" if changed else "copied"
-            origins[tensor.name] = {
-                "origin": kind if infos else "zeros",
-                "from": list(tensor.sources),
-            }
     # A computed tensor is from all that the transform of its layer reads.
-    for computed, read in zip(plan.output.computed_names, plan.reads, strict=True):
-        origins |= {
-            name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed
-        }
+    reads = {
+        name: read
+        for names, read in zip(plan.output.computed_names, plan.reads, strict=True)
+        for name in names
+    }
+    origins = {}
+    for tensor in plan.output.tensors:
+        sources = reads.get(tensor.name, tensor.sources)
+        if tensor.source is None:
+            origin = plan.request.resolved_method
+        elif not sources:
+            origin = "zeros"
+        else:
+            dtypes = {plan.checkpoint.tensors[name].dtype for name in sources}
+            origin = "copied" if dtypes == {tensor.dtype} else "cast"
+        origins[tensor.name] = {"origin": origin, "from": list(sources)}
     return origins
 
 
