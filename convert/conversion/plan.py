@@ -89,8 +89,8 @@ class Plan:
     geometry: ModelSizes
     output: OutputCheckpoint
     mla_spec: MlaSpec | None
-    reads: tuple[tuple[str, ...], ...]
-    shards: tuple[Shard, ...]
+    reads: Sequence[tuple[str, ...]]
+    shards: Sequence[Shard]
     source_kind: str
     cache_elements: int
     result: ServedModel
@@ -293,8 +293,8 @@ def _build_plan(
         geometry=model.geometry,
         output=output,
         mla_spec=mla_spec,
-        reads=tuple(reads),
-        shards=tuple(assign_shards(output.tensors, request.shard_bytes)),
+        reads=reads,
+        shards=assign_shards(output.tensors, request.shard_bytes),
         source_kind=format_attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=count_cache_elements(model.geometry),
         result=result,
@@ -315,13 +315,13 @@ def checkpoint_from_config(model: str | os.PathLike[str]) -> Checkpoint | None:
     config.pop("quantization_config", None)
     # Names and shapes are the family's, in the dtype that the config names.
     dtype = read_config_dtype(config)
-    infos = {}
-    end = 0
     converted = is_mla_config(config) or get_source_type(config) is not None
-    for tensor in () if converted else make_model(config).tensors.values():
-        start = end
-        end = end + count_tensor_bytes(dtype, tensor.shape)
-        infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
+    infos = {
+        name: TensorInfo(
+            name, dtype, tensor.shape, SINGLE, 0, count_tensor_bytes(dtype, tensor.shape)
+        )
+        for name, tensor in ({} if converted else make_model(config).tensors).items()
+    }
     return Checkpoint(folder, config, infos, decode_file_name(folder), digest)
 
 
@@ -395,19 +395,14 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
     allowed = list_possible_kv_heads(geometry)
     multiples = range(present, geometry.heads + 1, present)
     growth = [count for count in multiples if geometry.heads % count == 0]
-    if present == 1 and not allow_growth:
-        advice = "use the model as it is"
-        if growth[1:]:
-            advice = (
-                "to repeat this head, for tensor parallelism, use --to gqa --allow-growth"
-                f" --kv-heads {' or '.join(map(str, growth[1:]))}"
-            )
-        raise InputError(
-            "the model is already MQA, with one key/value head, so fewer heads are impossible;"
-            f" {advice}"
-        )
     if allow_growth:
         allowed = [*reversed(growth), *allowed]
+    if not allowed:
+        raise InputError(
+            "the model is already MQA, with one key/value head, so fewer heads are impossible; use"
+            " it as it is, or repeat this head, for tensor parallelism, with --to gqa"
+            f" --allow-growth --kv-heads {' or '.join(map(str, growth[1:]))}"
+        )
     if kv_heads not in allowed:
         raise option_error(
             "kv_heads",
