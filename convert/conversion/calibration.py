@@ -20,7 +20,6 @@ from kvfold.attention.drift.compare import (
     compare_models,
     compare_predictions,
 )
-from kvfold.attention.drift.metrics import replace_non_finite
 from kvfold.attention.drift.report import (
     DriftReport,
     format_dtype,
@@ -69,12 +68,12 @@ class Calibration:
     tokens: CalibrationTokens
 
 
-def load_source_and_text(plan: Plan, scratch: Path | None, stages: ProgressStages) -> Calibration:
+def load_source_and_text(plan: Plan, scratch: Path, stages: ProgressStages) -> Calibration:
     """Return the source model as a stream of layers, with the calibration and held-out tokens that
     the request of ``plan`` asks for. Raises InputError without a tokenizer or enough text.
 
-    Text that the source model writes itself is saved in ``scratch``, if given, so that a resumed
-    run uses the same text.
+    Text that the source model writes itself is saved in ``scratch``, so that a resumed run uses the
+    same text.
     """
     request = plan.request
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
@@ -141,7 +140,7 @@ def measure_logits_share(shapes: Iterable[Sequence[int]], vocabulary: int) -> fl
     return _LOGITS * head / inside
 
 
-def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
+def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     """Open the source model as a stream of layers in float32, on the requested device, with the
     requested autocast precision for calibration passes and training steps.
 
@@ -150,17 +149,16 @@ def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
     request = plan.request
     checkpoint = plan.checkpoint
     device = choose_device(request.device)
-    saved = scratch and scratch / PRECISION
-    if saved is not None and saved.is_file():
+    saved = scratch / PRECISION
+    if saved.is_file():
         autocast = None if saved.read_text() == "float32" else torch.bfloat16
     else:
         # Float32 weights would be rounded to less than they are stored in.
         full = request.precision == "auto" and request.dtype == "float32"
         name = "float32" if full else request.precision
         autocast = choose_autocast_dtype(checkpoint, device, name)
-        if saved is not None:
-            with replace_file(saved) as new:
-                new.write_text(format_dtype(autocast or torch.float32))
+        with replace_file(saved) as new:
+            new.write_text(format_dtype(autocast or torch.float32))
     # On a GPU too: held-out text is judged in float32.
     return CheckpointStream(
         checkpoint.config,
@@ -172,13 +170,13 @@ def open_source_stream(plan: Plan, scratch: Path | None) -> CheckpointStream:
 
 
 def _write_sequences(
-    plan: Plan, tokenizer: Any, scratch: Path | None, stages: ProgressStages, count: int
+    plan: Plan, tokenizer: Any, scratch: Path, stages: ProgressStages, count: int
 ) -> Tensor:
     """Sample ``count`` sequences of tokens ``[count, T]`` from the source model as calibration
     text, and save them in ``scratch``. A resumed run loads the saved ones.
     """
     request = plan.request
-    saved = scratch and scratch / SELF_TEXT
+    saved = scratch / SELF_TEXT
     turns = find_turn_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.calibration_length <= len(turns.start):
@@ -188,7 +186,7 @@ def _write_sequences(
             f"must exceed {len(turns.start)}, the number of tokens with which each text that the"
             " model writes begins; raise it",
         )
-    if saved is not None and saved.is_file():
+    if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
     dtype = choose_autocast_dtype(plan.checkpoint, device, request.precision) or torch.float32
@@ -199,9 +197,8 @@ def _write_sequences(
         tokens = sample_sequences(
             model.to(device).eval(), turns, count, request.calibration_length, request.seed, advance
         )
-    if saved is not None:
-        with replace_file(saved) as new:
-            torch.save(tokens, new)
+    with replace_file(saved) as new:
+        torch.save(tokens, new)
     return tokens
 
 
@@ -303,8 +300,8 @@ def make_record_entries(
             {
                 "text": text,
                 "sequences": len(figures),
-                "kl": replace_non_finite(fmean(kl for kl, _, _ in figures)),
-                "excess": replace_non_finite(fmean(excess for _, excess, _ in figures)),
+                "kl": fmean(kl for kl, _, _ in figures),
+                "excess": fmean(excess for _, excess, _ in figures),
             }
             for text, figures in sorted(by_text.items())
         ]

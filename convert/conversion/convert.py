@@ -69,9 +69,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                     "convert", [[plan]], calibration, stages, finished
                 )
             if request.to == "mla":
-                from kvfold.convert.conversion.splits import choose_rotary_slots_and_cache_split
+                from kvfold.convert.conversion.splits import choose_slots_and_split, survey_layers
 
-                plan, splits = choose_rotary_slots_and_cache_split(plan, calibration, stages)
+                survey = survey_layers(plan, calibration, stages, request.budget is not None)
+                plan, splits = choose_slots_and_split(plan, calibration, survey, stages)
                 notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
             with output.open_shard_writer(plan, journal, stages) as writer:

@@ -99,28 +99,15 @@ class SplitTrial:
         return values | ({} if self.refined_kl is None else {"refined_kl": self.refined_kl})
 
 
-def choose_rotary_slots_and_cache_split(
-    plan: Plan, calibration: Calibration | None, stages: ProgressStages
-) -> tuple[Plan, list[dict[str, Any]]]:
-    """Choose the rotary pairs (slots) that the MLA keys of each layer keep and, for ``--budget``,
-    how the cache divides into latent channels and rotary dims.
-
-    Returns the plan with both, and the splits that were tried. A calibrated method surveys the
-    layers; otherwise the weights alone choose.
-    """
-    if calibration is None or not plan.method.reads_text:
-        return plan.with_rotary_slots(choose_slots_of_all_layers(plan, [])), []
-    survey = survey_layers(plan, calibration, stages, plan.request.budget is not None)
-    return choose_cache_split(plan, calibration, survey, stages)
-
-
 def survey_layers(
-    plan: Plan, calibration: Calibration, stages: ProgressStages, trials: bool
+    plan: Plan, calibration: Calibration | None, stages: ProgressStages, trials: bool
 ) -> SourceSurvey:
     """Run some calibration tokens through every layer of the source, and return how much attention
-    depends on each rotary pair of its keys. Statistics of layers are kept only if ``trials`` of
-    splits follow.
+    depends on each rotary pair of its keys; nothing if the method reads no text. Statistics of
+    layers are kept only if ``trials`` of splits follow.
     """
+    if calibration is None or not plan.method.reads_text:
+        return SourceSurvey([], {})
     source = calibration.source
     count = math.ceil(SURVEYED / plan.request.calibration_length)
     states = embed_tokens(source, calibration.tokens.calibration[:count])
@@ -184,16 +171,15 @@ def _choose_shared_slots(
     return replace(chosen, theta=torch.tensor(cached, dtype=torch.float64))
 
 
-def choose_cache_split(
-    plan: Plan, calibration: Calibration, survey: SourceSurvey, stages: ProgressStages
+def choose_slots_and_split(
+    plan: Plan, calibration: Calibration | None, survey: SourceSurvey, stages: ProgressStages
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """Return the plan with the best rotary pairs and, for ``--budget``, the best split of the cache
-    into latent channels and rotary dims. Also returns all splits tried, as JSON values.
-
-    Without ``--budget`` the split is the requested one, and only the rotary pairs are chosen.
+    """Return the plan with the rotary pairs (slots) that the MLA keys of each layer keep and, for
+    ``--budget``, the best split of the cache into latent channels and rotary dims. Also returns all
+    splits tried, as JSON values.
     """
     request = plan.request
-    if request.budget is None:
+    if calibration is None or request.budget is None:
         return plan.with_rotary_slots(choose_slots_of_all_layers(plan, survey.layers)), []
     plans = [
         plan_mla(request, plan.checkpoint, plan.model, spec)

@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvfold.attention.drift.compare import DriftMeasurement
@@ -47,7 +49,7 @@ from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import describe_calibration_text, get_package_versions
-from kvfold.convert.conversion.splits import choose_cache_split, survey_layers
+from kvfold.convert.conversion.splits import choose_slots_and_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import make_model
 from kvfold.convert.formatting import format_duration
@@ -280,8 +282,8 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     plan = next(iter(plans.values()))
     plan.checkpoint.print_notes()
     check_memory(plan)
-    with stages("reading the text and the model"):
-        calibration = load_source_and_text(plan, None, stages)
+    with stages("reading the text and the model"), TemporaryDirectory() as scratch:
+        calibration = load_source_and_text(plan, Path(scratch), stages)
     folds = {target: plan for target, plan in plans.items() if plan.mla_spec is None}
     latents = {target: plan for target, plan in plans.items() if plan.mla_spec is not None}
     groups = [group for group in (folds, latents) if group]
@@ -320,7 +322,7 @@ def _fit_and_measure_targets(
         trials = any(plan.request.budget is not None for plan in plans.values())
         survey = survey_layers(first, calibration, stages, trials)
         plans = {
-            target: choose_cache_split(plan, calibration, survey, stages)[0]
+            target: choose_slots_and_split(plan, calibration, survey, stages)[0]
             for target, plan in plans.items()
         }
     tokens = calibration.tokens
