@@ -4,7 +4,6 @@ A run of one process makes the same calls, which then need no communication.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -27,35 +26,26 @@ def launched_as_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _get_distributed() -> Any:
-    """Return the module ``torch.distributed`` if it connects this process to others, or None."""
-    dist = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
-
-
 def destroy_process_group() -> None:
-    """Close the connections to the other processes; every process calls this at its end."""
+    """Close the connections to the other processes, if any; every process calls this at its end."""
+    import torch.distributed as dist
+
     # gloo threads that are still waiting when the interpreter exits would abort the process after
     # its work.
-    if (dist := _get_distributed()) is not None:
+    if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run_on_rank0(work: Callable[[], Result]) -> Result | None:
-    """Call ``work`` on rank 0 and return its result there; the others wait, hours if need be."""
-    results: list[Result] = []
-    broadcast_from_rank0(lambda: results.append(work()))
-    return results[0] if results else None
-
-
 def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
-    """Call ``work`` on rank 0; every process, all of which must call this, returns its result or
-    raises its KvfoldError.
+    """Call ``work`` on rank 0, while the others wait, hours if need be; every process, all of which
+    must call this, returns its result or raises its KvfoldError.
     """
-    if (dist := _get_distributed()) is None:
+    if count_launched() == 1:
         return work()
+    import torch.distributed as dist
+
     outcome: list[Any] = [None, None]  # result, error
-    if dist.get_rank() == 0:
+    if launched_as_rank0():
         try:
             outcome[0] = work()
         except KvfoldError as error:

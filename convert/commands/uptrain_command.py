@@ -38,7 +38,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
 
     uptrained = uptrain_checkpoint(request)
     destroy_process_group()
-    if uptrained.record:
+    if launched_as_rank0():
         print_result(
             json_file,
             uptrained.to_dict,

@@ -56,7 +56,6 @@ from kvfold.convert.processes import (
     broadcast_from_rank0,
     count_launched,
     launched_as_rank0,
-    run_on_rank0,
 )
 from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
@@ -81,8 +80,7 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Uptrained:
-    """The result of uptraining: what ``kvfold.json`` says about it under ``uptraining``; empty
-    except on the first process.
+    """The result of uptraining: what ``kvfold.json`` says about it under ``uptraining``.
 
     ``record["log"]`` holds the rows that Trainer logged. If drift was measured,
     ``record["held_out"]`` holds the row ``before`` training and that ``after``, of the state that
@@ -190,7 +188,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
         shutil.rmtree(request.training_folder)
         return Uptrained(record)
 
-    return run_on_rank0(write_result) or Uptrained({})
+    return broadcast_from_rank0(write_result)
 
 
 def _check_memory(
