@@ -46,8 +46,6 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
         "drift": drift,
         "front": Markup(format_front_matter(plan.checkpoint)),
         "source": format_source_name(plan),
-        "loader": "Mistral4ForCausalLM" if plan.result.experts else "AutoModelForCausalLM",
-        "code": plan.output.code and plan.output.code.rpartition(".")[2],
         # `kvfold uptrain` trains a plain model that writes text.
         "wrapped": plan.checkpoint.config.get("model_type") in WRAPPERS,
         "command": _format_reproducing_command(plan),

@@ -109,7 +109,7 @@ def request_more_training(request: ConvertRequest) -> ConvertRequest | None:
         refinement = EFFORTS[name]["refine"] - refined
         polishing = count_polish_steps(EFFORTS[name]["polish"], length) - polished
         if min(refinement, polishing) >= 0 and refinement + polishing > 0:
-            return replace(request, refine=0, polish=0, effort=name)
+            return replace(request, **EFFORTS[name])
     return None
 
 

@@ -82,7 +82,7 @@ def open_shard_writer(
         )
     writer = ShardWriter(journal.folder, plan.shards, journal.written_tensors if finished else None)
     sizes = {tensor.name: tensor.nbytes for tensor in plan.output.tensors}
-    resumed = sum(sizes[name] for name in journal.written_tensors)
+    resumed = sum(sizes[name] for name in writer.written)
     with stages("write", sum(sizes.values()), "B", resumed) as advance:
         with writer.copy_source_tensors(plan.checkpoint, advance):
             yield writer
