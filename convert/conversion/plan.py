@@ -207,13 +207,12 @@ def correct_tied_flag(model: Model, checkpoint: Checkpoint) -> Checkpoint:
 
 def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:
     """Plan a conversion to MLA with the ranks and the layout of ``spec``."""
-    dtype = None if request.dtype == "auto" else request.dtype
     reads = [model.list_attention_tensors(layer) for layer in range(model.geometry.layers)]
     if spec.layout != "kvfold":
         # Stock classes store gate and up separately, so a tensor that combines both is split.
         for layer, names in enumerate(reads):
             reads[layer] = names + model.names_by_role.get(("gate_up", layer), ())
-    output = plan_mla_output(model, checkpoint, spec, dtype)
+    output = plan_mla_output(model, checkpoint, spec, request.dtype)
     return _build_plan(
         request, checkpoint, model, output, reads, describe_mla_model(model, spec), spec
     )
@@ -240,7 +239,6 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             f"does not suit --kv-heads {kv_heads} of a model with {model.geometry.kv_heads}: repeat"
             " is for more heads, all others are for fewer; omit --method",
         )
-    dtype = None if request.dtype == "auto" else request.dtype
     custom_code = needs_custom_code(model)
     if request.layout is not None and not custom_code:
         raise option_error(
@@ -253,9 +251,9 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     pools = method.pools and not request.calibrated and not custom_code
     roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
     if custom_code:
-        output = plan_custom_gqa_checkpoint(model, checkpoint, kv_heads, dtype)
+        output = plan_custom_gqa_checkpoint(model, checkpoint, kv_heads, request.dtype)
     else:
-        output = plan_gqa_checkpoint(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
+        output = plan_gqa_checkpoint(model, checkpoint, kv_heads, roles, request.dtype)
     reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
     result = describe_folded_model(model, kv_heads)
     if problems := list_rounding_problems(request, kv_heads * model.geometry.head_dim):

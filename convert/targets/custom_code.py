@@ -52,7 +52,7 @@ def get_source_type(config: Mapping[str, Any]) -> str | None:
 
 
 def plan_custom_gqa_checkpoint(
-    source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
+    source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str
 ) -> OutputCheckpoint:
     """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in layout
     ``kvfold``, stored as ``dtype``.
@@ -92,7 +92,7 @@ def build_custom_config(
     source: Model,
     checkpoint: Checkpoint,
     facts: Mapping[str, Any],
-    dtype: str | None,
+    dtype: str,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
     """Return ``config.json`` for layout ``kvfold``. ``facts`` are the entries of its key ``kvfold``
@@ -168,7 +168,7 @@ def plan_custom_tensors(
     source: Model,
     checkpoint: Checkpoint,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    dtype: str | None,
+    dtype: str,
 ) -> tuple[PlannedTensor, ...]:
     """Return all output tensors in the source's order. The attention tensors of each layer are
     replaced by new ones with ``shapes``.

@@ -64,15 +64,15 @@ class OutputCheckpoint:
         raise NotImplementedError
 
 
-def choose_output_dtype(present: str, dtype: str | None) -> str:
-    """Return the safetensors dtype of an output tensor: ``present``, or the requested ``dtype``
-    (torch's spelling) if one is given and the tensor is floating-point.
+def choose_output_dtype(present: str, dtype: str) -> str:
+    """Return the safetensors dtype of an output tensor: ``present`` for ``auto``, or the
+    requested ``dtype`` (torch's spelling) if the tensor is floating-point.
     """
-    return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
+    return present if dtype == "auto" or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
-def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | None) -> str:
-    """Return the safetensors dtype of the tensors that a conversion computes: ``dtype`` if given,
-    otherwise that of the source's first query projection.
+def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str) -> str:
+    """Return the safetensors dtype of the tensors that a conversion computes: ``dtype``, or for
+    ``auto`` that of the source's first query projection.
     """
     return choose_output_dtype(checkpoint.tensors[model.list_attention_tensors(0)[0]].dtype, dtype)

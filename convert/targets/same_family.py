@@ -35,9 +35,8 @@ def plan_gqa_checkpoint(
     source: Model,
     checkpoint: Checkpoint,
     kv_heads: int,
-    *,
     roles: Collection[Role],
-    dtype: str | None,
+    dtype: str,
 ) -> OutputCheckpoint:
     """Plan the checkpoint of ``source`` converted to ``kv_heads`` key/value heads in its own class.
     ``roles`` are the projections that are computed, all others are copied.
@@ -55,7 +54,7 @@ def plan_gqa_checkpoint(
     elif text:  # some wrappers were flat before transformers 5
         changes = {"text_config": {**text, **changes}}
     config = remove_code_reference({**checkpoint.config, **changes})
-    if dtype is not None:
+    if dtype != "auto":
         config = set_config_dtype(config, dtype)
     tensors = []
     for name, info in checkpoint.tensors.items():

@@ -228,7 +228,7 @@ class MlaCheckpoint(OutputCheckpoint):
     model: Model
     spec: MlaSpec
     checkpoint: Checkpoint
-    dtype: str | None
+    dtype: str
 
     def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
         """Return the stored tensors of ``layer`` by name, from its converted MLA ``weights``; a
@@ -266,18 +266,18 @@ class MlaCheckpoint(OutputCheckpoint):
         config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
         if self.model.tower is not None:
             config = remove_code_reference({**self.checkpoint.config, "text_config": config})
-            config = config if self.dtype is None else set_config_dtype(config, self.dtype)
+            config = config if self.dtype == "auto" else set_config_dtype(config, self.dtype)
         return replace(self, config=config)
 
 
 def plan_mla_output(
-    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str | None
+    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str
 ) -> MlaCheckpoint:
     """The checkpoint of ``model`` as MLA, in a stock class or in layout ``kvfold``.
 
     Its cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
     `count_cached_divisors` (divisors of norms) if layout ``kvfold`` keeps the source's norms.
-    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
+    ``dtype`` is the stored dtype in torch's spelling; ``auto`` keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
     """
     divisors = count_cached_divisors(model, spec)
@@ -333,7 +333,7 @@ def _build_custom_mla_entries(source: Model, spec: MlaSpec) -> dict[str, Any]:
 
 
 def _plan_stock_tensors(
-    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str | None
+    model: Model, checkpoint: Checkpoint, spec: MlaSpec, dtype: str
 ) -> tuple[PlannedTensor, ...]:
     """The output tensors in a stock class."""
     default = choose_computed_dtype(model, checkpoint, dtype)
