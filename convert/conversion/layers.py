@@ -53,12 +53,11 @@ def make_walk(
 
     tokens = calibration.tokens
     reads_text = plan.method.reads_text
-    # The calibration sequences are run for what is fitted to the student.
-    fits = reads_text or bool(refine)
     teacher = Teacher(
         calibration.source,
         tokens.held_out,
-        tokens.calibration if fits else None,
+        # The calibration sequences are run for what is fitted to the student.
+        tokens.calibration if reads_text or refine else None,
         plan.model,
         statistics_from if reads_text else plan.geometry.layers,
     )
