@@ -1,7 +1,7 @@
 """kvfold.convert: turn a checkpoint into one that needs a smaller key/value cache.
 
-Each ``kvfold`` command but ``chat``, ``demo``, ``push`` and ``recipes`` has a function here, which
-takes the command's request; paths may be strings or path objects.
+Each ``kvfold`` command but ``chat``, ``demo`` and ``recipes`` has a function here, which takes
+the command's request; paths may be strings or path objects.
 
 The functions are loaded on first use, so that importing this package, as ``--help`` does, does not
 import torch.

@@ -12,7 +12,6 @@ from kvfold.convert.commands.demo_command import demo
 from kvfold.convert.commands.drift_command import drift
 from kvfold.convert.commands.eval_command import evaluate
 from kvfold.convert.commands.inspect_command import inspect
-from kvfold.convert.commands.push_command import push
 from kvfold.convert.commands.recipes_command import recipes
 from kvfold.convert.commands.sweep_command import sweep
 from kvfold.convert.commands.uptrain_command import uptrain
@@ -30,6 +29,19 @@ class _OrderedCommands(click.Group):
 
 @click.group(
     cls=_OrderedCommands,
+    commands=[
+        inspect,
+        convert,
+        sweep,
+        drift,
+        verify,
+        evaluate,
+        uptrain,
+        bench,
+        chat,
+        recipes,
+        demo,
+    ],
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -44,25 +56,8 @@ def kvfold(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _command in (
-    inspect,
-    convert,
-    sweep,
-    drift,
-    verify,
-    evaluate,
-    uptrain,
-    bench,
-    chat,
-    push,
-    recipes,
-    demo,
-):
-    kvfold.add_command(_command)
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line ``arguments`` and exit with status 0 for success, 2 for an invalid
     request or input, 1 for any other error.
     """
-    run_command(kvfold, "kvfold", arguments)
+    run_command(kvfold, arguments)

@@ -154,9 +154,7 @@ class _EscapedLogRecord(logging.LogRecord):
         return "\n".join(map(escape_text, colorless.expandtabs().splitlines()))
 
 
-def run_command(
-    command: click.Command, name: str, arguments: Sequence[str] | None = None
-) -> NoReturn:
+def run_command(command: click.Command, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a click command and exit; after an error, print ``error: ...`` with indented details to
     stderr.
 
@@ -175,13 +173,13 @@ def run_command(
         redirect_stdout(_EscapedStream(sys.stdout or open(os.devnull, "w"))),
         redirect_stderr(_EscapedStream(sys.stderr or open(os.devnull, "w"))),
     ):
-        status = _run_and_print_error(command, name, arguments)
+        status = _run_and_print_error(command, arguments)
     raise SystemExit(status)
 
 
-def _run_and_print_error(command: click.Command, name: str, arguments: Sequence[str] | None) -> int:
+def _run_and_print_error(command: click.Command, arguments: Sequence[str] | None) -> int:
     """Run a click command, print the error that it ends in, and return the exit status."""
-    left_behind = ""
+    left_behind = "nothing was left behind"
     message: str | None = None
     status: int | None = None  # None: interrupted
     with suppress(KeyboardInterrupt), interrupt_on_signals():
@@ -191,19 +189,18 @@ def _run_and_print_error(command: click.Command, name: str, arguments: Sequence[
             while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
                 pass
             os.close(descriptor)
-            command.main(args=arguments, prog_name=name, standalone_mode=False)
+            command.main(args=arguments, prog_name=command.name, standalone_mode=False)
             status = 0
         except (KeyboardInterrupt, click.Abort) as error:
-            left_behind = _join_notes(error)
+            left_behind = _join_notes(error) or left_behind
         except Exception as error:
-            message, status = _explain_error(error, name)
+            message, status = _explain_error(error)
         if status is None:
             # A signal may arrive between a context manager's ``yield`` and its block. The manager
             # then cleans up when it is freed, together with the exception; managers in cycles are
             # freed here.
             gc.collect()
     if status is None:
-        left_behind = left_behind or "nothing was left behind"
         message = f"interrupted: {left_behind}; run the same command again"
         status = 1
     if message is not None:
@@ -213,20 +210,17 @@ def _run_and_print_error(command: click.Command, name: str, arguments: Sequence[
     return status
 
 
-def _explain_error(error: Exception, name: str) -> tuple[str | None, int]:
+def _explain_error(error: Exception) -> tuple[str | None, int]:
     """The lines to print about an error, or None to print nothing, and the exit status."""
     if isinstance(error, KvfoldError):
-        message, *details = str(error).split("\n")
-        message = "; ".join(filter(None, [message, _join_notes(error)]))
-        return "\n".join([message, *details]), error.exit_status
-    if isinstance(error, click.ClickException):
-        context = getattr(error, "ctx", None)
-        name = context.command_path if context else name
+        return str(error), error.exit_status
+    if isinstance(error, click.UsageError):
+        name = error.ctx.command_path if error.ctx else "kvfold"
         text = " ".join(error.format_message().split()).rstrip(".")
-        option = getattr(error, "option_name", None)
+        word = getattr(error, "option_name", text.removeprefix("No such command ").strip("'"))
         withdrawn = json.loads((Path(__file__).parent / "data" / "withdrawn.json").read_text())
-        if option in withdrawn:
-            text = f"{option} was withdrawn; {withdrawn[option]}"
+        if word in withdrawn:
+            text = f"{word} was withdrawn; {withdrawn[word]}"
         return escape_text(f"{name}: {text}; see `{name} --help`"), 2
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout once more at its end, which would fail again.

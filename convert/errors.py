@@ -55,8 +55,9 @@ class KvfoldError(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        """The message, followed by the details, one to a line."""
-        lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
+        """The message and the notes of the exception, followed by the details, one to a line."""
+        lines = ["; ".join([self.message, *getattr(self, "__notes__", ())])]
+        lines += [f"  {detail}" for detail in self.details[:_SHOWN]]
         if len(self.details) > _SHOWN:
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
         return "\n".join(lines)

@@ -1,13 +1,12 @@
-"""Download and upload models of the Hugging Face hub, named ``owner/name`` or
-``owner/name@revision``. Imports huggingface_hub only when needed.
+"""Download models of the Hugging Face hub, named ``owner/name`` or ``owner/name@revision``.
+Imports huggingface_hub only when needed.
 """
 
 import glob
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 
 from kvfold.convert.checkpoint.files import (
@@ -16,13 +15,10 @@ from kvfold.convert.checkpoint.files import (
     CONFIG,
     INDEX,
     LEGACY,
-    LEGACY_INDEX,
     NOT_PASSED_ON,
-    RECORD,
     SINGLE,
     TEMPLATES,
     read_weight_map,
-    resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
@@ -46,9 +42,8 @@ def download_model(model: str) -> Path:
     folder, which is named after its commit. Raises InputError if the download fails.
     """
     # config.json, indices and code, besides what is passed on
-    needed = {CONFIG, INDEX, LEGACY_INDEX}
-    ignored = [pattern for pattern in NOT_PASSED_ON if not any(fnmatch(n, pattern) for n in needed)]
-    folder = _download_files(model, ignored=["*/*", *ignored])
+    ignored = {"*/*", *NOT_PASSED_ON} - {CONFIG, "*.index.json"}
+    folder = _download_files(model, ignored=[*ignored])
     for single, index in ((SINGLE, INDEX), LEGACY):
         weights = [single]
         if (folder / index).exists():
@@ -105,34 +100,10 @@ def _download_files(
     return Path(folder).resolve()
 
 
-def upload_files(folder: Path, names: Iterable[str], repository: str, private: bool = False) -> str:
-    """Upload the files ``names`` of ``folder`` to the model repository ``repository`` on the hub,
-    created if missing. Returns the URL of the commit.
-
-    Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises
-    InputError if it fails, and if a name or a link leaves the folder.
-    """
-    paths = {name: resolve_checkpoint_file(folder, name, RECORD) for name in sorted(names)}
-    import huggingface_hub
-
-    files = [huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()]
-    advice = (
-        "check the name (owner/name), and log in with `hf auth login` and a token that may write"
-    )
-    with _translate_hub_errors(repository, advice):
-        huggingface_hub.create_repo(repository, private=private, exist_ok=True)
-        commit = huggingface_hub.create_commit(
-            repository, files, commit_message="Converted by kvfold"
-        )
-    return str(commit.commit_url)
-
-
 @contextmanager
-def _translate_hub_errors(
-    model: str, advice: str = "check the path or the hub id"
-) -> Iterator[None]:
+def _translate_hub_errors(model: str) -> Iterator[None]:
     """Raise any error of a hub request in the with-block as an InputError that names ``model`` and
-    ends with ``advice``.
+    a way out.
     """
     from huggingface_hub.utils import disable_progress_bars
 
@@ -149,5 +120,6 @@ def _translate_hub_errors(
             if name in kinds:
                 raise InputError(f"{model}: cannot be fetched: {cause_and_advice}") from None
         raise InputError(
-            f"{model}: the hub refused or could not be reached ({summarize_error(error)}); {advice}"
+            f"{model}: the hub refused or could not be reached ({summarize_error(error)}); check"
+            " the path or the hub id"
         ) from None

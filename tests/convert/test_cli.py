@@ -89,6 +89,7 @@ cli.main({line})
         "convert a b",
         "convert a b --to mqa --json",
         "melt",
+        "push a team/b",
         "convert a b --to mqa --resume",
         "convert a b --to mqa --keep-quantized",
         "inspect nowhere/at/all",

@@ -60,7 +60,7 @@ def write(out, kind, number, ending, after=False):
     if kind == "aside":  # a system without renameat2
         atomic._exchange_folders = lambda *arguments: False
     forked.at_call(number, lambda: os.kill(os.getpid(), ending), CALLS, after=after)
-    run_command(command, "command", [])
+    run_command(command, [])
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["new", "exchange", "aside"], 3))
@@ -148,6 +148,6 @@ def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path):
         entered.__enter__()
         signal.raise_signal(signal.SIGTERM)
 
-    end = forked.run(tmp_path / "log", lambda: run_command(command, "command", []))
+    end = forked.run(tmp_path / "log", lambda: run_command(command, []))
     assert "error: interrupted" in end.stderr
     assert not (tmp_path / "root").exists()

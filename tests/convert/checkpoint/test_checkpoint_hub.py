@@ -1,33 +1,21 @@
-"""Hub ids against a small hub of our own on 127.0.0.1: downloads, headers by range requests,
-errors; and uploads.
-"""
+"""Hub ids against a small hub of our own on 127.0.0.1: downloads, range requests, errors."""
 
 import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from unittest.mock import patch
 
-import huggingface_hub
 import pytest
 import torch
-from click.testing import CliRunner
 from helpers import forked
-from helpers.checkpoints import read_json
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.files import list_files_besides_weights
-from kvfold.convert.checkpoint.hub import upload_files
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
-from kvfold.convert.cli import kvfold
-from kvfold.convert.data import demo_folder
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -252,45 +240,3 @@ def test_what_the_hub_does_not_have_or_sends_cut(folder, ask):
     assert refuse("team/other", HF_HUB_OFFLINE="1").count("check the path or the hub id") == 2
     (folder / SHARDS[0]).write_bytes(b"<html>")
     assert refuse("team/tiny@main").count(SHARDS[0]) >= 2
-
-
-def test_a_result_is_verified_and_uploaded(demo_latent):
-    words = ["push", str(demo_latent), "me/small", "--private"]
-    with (
-        patch.object(huggingface_hub, "create_repo", autospec=True) as create,
-        patch.object(huggingface_hub, "create_commit", autospec=True) as commit,
-    ):
-        commit.return_value.commit_url = "https://hub/me/small/commit/1"
-        done = CliRunner().invoke(kvfold, words)
-        assert done.output.endswith("https://hub/me/small/commit/1\n")
-        create.assert_called_once_with("me/small", private=True, exist_ok=True)
-        commit.side_effect = OSError("401 Client Error: Invalid credentials")
-        refused = CliRunner().invoke(kvfold, words)
-    record = read_json(demo_latent / "kvfold.json")
-    repository, operations = commit.call_args.args
-    assert repository == "me/small"
-    files = {file.path_in_repo: Path(file.path_or_fileobj) for file in operations}
-    assert files == {name: demo_latent / name for name in [*record["files"], "kvfold.json"]}
-    with pytest.raises(InputError, match="hf auth login"):
-        raise refused.exception
-
-
-def test_nothing_is_uploaded_but_what_a_conversion_recorded(demo_latent, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        f"{upload_files.__module__}.upload_files", lambda *_: pytest.fail("uploaded")
-    )
-
-    def push(folder):
-        return CliRunner().invoke(kvfold, ["push", str(folder), "me/small"])
-
-    with pytest.raises(InputError, match="kvfold did not write it"):
-        raise push(demo_folder()).exception
-    secret = tmp_path / "id_rsa"
-    secret.write_text("secret")
-    links = Path(shutil.copytree(demo_latent, tmp_path / "links"))
-    (links / "x.txt").symlink_to(secret)
-    (links / "kvfold.json").write_text(json.dumps({"files": {"x.txt": hash_file(secret)}}))
-    damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
-    (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
-    for folder in (links, damaged):
-        assert isinstance(push(folder).exception, KvfoldError)
