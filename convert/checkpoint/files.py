@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,26 @@ _DTYPE_NAME = re.compile(r"(torch\.)?(auto|half|double|b?float(\d+(_e\d+m\d+\w*)
 # Safe reading
 
 
-@contextmanager
-def _open_to_read(path: Path) -> Iterator[int]:
-    """Yield the descriptor of the file ``path``. Raises InputError if it is not a regular file, or
-    cannot be read in the with-block.
+def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    """Yield the bytes ``start`` to ``end`` of a file, `STEP` bytes at a time. Every step reuses the
+    same buffer, so use each one before taking the next. Raises InputError if the file is not a
+    regular one, is too short or cannot be read.
     """
+    buffer = memoryview(bytearray(min(STEP, end - start)))
     try:
         # a pipe would block until somebody writes into it, and a device may never end
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise InputError(f"{path} is not a regular file; replace it with one")
-            yield file
+            while start < end:
+                count = os.preadv(file, [buffer[: end - start]], start)
+                if count == 0:
+                    raise InputError(
+                        f"{path} ends before byte {end}: it changed while kvfold read it; run again"
+                    )
+                yield buffer[:count]
+                start += count
         finally:
             os.close(file)
     except OSError as error:
@@ -79,50 +87,13 @@ def _open_to_read(path: Path) -> Iterator[int]:
         raise InputError(f"{path} cannot be read ({error.strerror}); {advice}") from None
 
 
-def _fill_buffer(buffer: memoryview, file: int, path: Path, start: int) -> None:
-    """Fill ``buffer`` with the bytes of the open ``file`` at ``path``, beginning at byte ``start``.
-    Raises InputError if the file is too short.
-    """
-    end = start + len(buffer)
-    while buffer:
-        count = os.preadv(file, [buffer[: 1 << 30]], start)  # one call reads at most 2 GiB
-        if count == 0:
-            raise InputError(
-                f"{path} ends before byte {end}: it changed while kvfold read it; run again"
-            )
-        buffer = buffer[count:]
-        start += count
-
-
-def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
-    """Fill ``buffer`` with the bytes of the file ``path``, beginning at byte ``start``. Raises
-    InputError if ``path`` is not a regular file, is too short or cannot be read.
-    """
-    with _open_to_read(path) as file:
-        _fill_buffer(buffer, file, path, start)
-
-
-def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
-    """Yield the bytes ``start`` to ``end`` of a file, `STEP` bytes at a time. Every step reuses the
-    same buffer, so use each one before taking the next. Raises InputError if the file cannot be
-    read.
-    """
-    buffer = memoryview(bytearray(min(STEP, end - start)))
-    with _open_to_read(path) as file:
-        for position in range(start, end, STEP):
-            step = buffer[: end - position]
-            _fill_buffer(step, file, path, position)
-            yield step
-
-
 def read_bytes(path: Path, length: int | None = None) -> bytes:
     """Return the content of the file ``path``, or only its first ``length`` bytes. Raises
     InputError if the file cannot be read.
     """
     size = path.stat().st_size
-    data = bytearray(size if length is None else min(length, size))
-    read_into_buffer(memoryview(data), path, 0)
-    return bytes(data)
+    end = size if length is None else min(length, size)
+    return b"".join(map(bytes, read_in_steps(path, 0, end)))
 
 
 def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:

@@ -119,79 +119,69 @@ class Checkpoint:
         """Read the tensor ``name`` in its stored dtype and shape into new CPU memory."""
         import torch
 
-        shape = self.tensors[name].shape
-        (whole,) = self.read_tensor_chunks(name)
-        if self.legacy:  # a view of the mapped file
-            whole = whole.clone(memory_format=torch.contiguous_format)
-        return whole.reshape(shape)
+        from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, view_as_bytes
 
-    def read_tensor_chunks(
-        self, name: str, elements: int | None = None
-    ) -> "Iterator[torch.Tensor]":
-        """Yield the elements of the tensor ``name`` in order, as 1-D CPU tensors of at most
-        ``elements`` elements each. If ``elements`` is None, the whole tensor is one chunk.
-        """
-        yield from self._read_chunks(self.tensors[name], elements)
-
-    def _read_chunks(self, info: TensorInfo, elements: int | None) -> "Iterator[torch.Tensor]":
-        """Yield the elements of the tensor at ``info``, as `read_tensor_chunks` does, and add its
-        SHA-256 to ``digests``.
-        """
-        import torch
-
-        from kvfold.convert.checkpoint.tensors import (
-            load_pickled_state,
-            read_tensor_chunks,
-            view_as_bytes,
-        )
-
-        path = self.paths[info.file]
-        if self.legacy:
-            if path not in self._loaded:
-                self._loaded.clear()
-                self._loaded[path] = load_pickled_state(path)
-            flat = self._slice_pickled_tensor(self._loaded[path], info)
-            chunks = iter(torch.split(flat, elements or max(1, len(flat))))
-        else:
-            chunks = read_tensor_chunks(path, info, elements)
-        digest = None if info.name in self.digests else hashlib.sha256()
-        for chunk in chunks:
-            if digest is not None:
-                digest.update(view_as_bytes(chunk))
-            yield chunk
-        if digest is not None:
-            self.digests[info.name] = digest.hexdigest()
-
-    def _slice_pickled_tensor(
-        self, state: "Mapping[str, torch.Tensor]", info: TensorInfo
-    ) -> "torch.Tensor":
-        """Return the elements of the tensor at ``info`` in the content ``state`` of its pickled
-        file: a whole stored tensor, or one expert of a tensor of all experts.
-        """
-        if info.name in state:
-            return state[info.name].detach().reshape(-1)
-        whole = next(
-            stored
-            for stored in (self.stored or {}).values()
-            if stored.file == info.file and stored.start <= info.start < stored.end
-        )
-        flat = state[whole.name].detach().reshape(-1)
-        bytes_each = flat.element_size()
-        start = (info.start - whole.start) // bytes_each
-        return flat[start : start + info.nbytes // bytes_each]
+        info = self.tensors[name]
+        tensor = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        data = view_as_bytes(tensor)
+        position = 0
+        for step in self._read_steps(info):
+            data[position : position + len(step)] = step
+            position += len(step)
+        return tensor
 
     def read_bytes_as(self, name: str, dtype: str) -> Iterator[memoryview]:
         """Yield the bytes of the tensor ``name`` in order, cast to the safetensors ``dtype``, a few
-        MiB at a time. Chunks may share one buffer, so use each one before taking the next.
+        at a time. Steps may share one buffer, so use each one before taking the next.
         """
         info = self.tensors[name]
-        if dtype == info.dtype and not self.legacy:
-            yield from read_in_steps(self.paths[info.file], info.start, info.end)
+        if dtype == info.dtype:
+            yield from self._read_steps(info)
             return
+        import torch
+
         from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, cast_floats, view_as_bytes
 
-        for chunk in self.read_tensor_chunks(name, STEP // 4):
+        for step in self._read_steps(info):
+            chunk = torch.frombuffer(step, dtype=TORCH_DTYPES[info.dtype])
             yield view_as_bytes(cast_floats(chunk, TORCH_DTYPES[dtype], name))
+
+    def _read_steps(self, info: TensorInfo) -> Iterator[memoryview]:
+        """Yield the bytes of the tensor at ``info``, `STEP` at a time, and then add their SHA-256
+        to ``digests``. Steps may share one buffer.
+        """
+        path = self.paths[info.file]
+        steps = read_in_steps(path, info.start, info.end)
+        if self.legacy:
+            data = self._get_pickled_bytes(path, info)
+            steps = (data[start : start + STEP] for start in range(0, len(data), STEP))
+        digest = None if info.name in self.digests else hashlib.sha256()
+        for step in steps:
+            if digest is not None:
+                digest.update(step)
+            yield step
+        if digest is not None:
+            self.digests[info.name] = digest.hexdigest()
+
+    def _get_pickled_bytes(self, path: Path, info: TensorInfo) -> memoryview:
+        """Return the bytes of the tensor at ``info`` in the legacy file ``path``: of a whole stored
+        tensor, or of one expert in a tensor of all experts.
+        """
+        from kvfold.convert.checkpoint.tensors import load_pickled_state, view_as_bytes
+
+        if path not in self._loaded:
+            self._loaded.clear()
+            self._loaded[path] = load_pickled_state(path)
+        state = self._loaded[path]
+        whole = info
+        if info.name not in state:
+            whole = next(
+                stored
+                for stored in (self.stored or {}).values()
+                if stored.file == info.file and stored.start <= info.start < stored.end
+            )
+        data = view_as_bytes(state[whole.name])
+        return data[info.start - whole.start : info.end - whole.start]
 
     def has_equal_tensors(self, first: str, second: str) -> bool:
         """True if two tensors have the same dtype, shape and bytes; False if only their headers are
@@ -201,8 +191,8 @@ class Checkpoint:
         other = self.tensors[second]
         if (info.dtype, info.shape) != (other.dtype, other.shape) or info.file not in self.paths:
             return False
-        steps = (self.read_bytes_as(name, info.dtype) for name in (first, second))
-        return all(left == right for left, right in zip(*steps, strict=True))
+        steps = zip(self._read_steps(info), self._read_steps(other), strict=True)
+        return all(left == right for left, right in steps)
 
     def compute_model_digest(self) -> str:
         """Return one SHA-256 for the whole model: of config.json and of every tensor's name, dtype,
@@ -213,7 +203,7 @@ class Checkpoint:
         lines = [f"{self.config_hash} {CONFIG}\n"]
         for name, info in sorted((self.stored or self.tensors).items()):
             if name not in self.digests:
-                for _ in self._read_chunks(info, STEP):
+                for _ in self._read_steps(info):
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()

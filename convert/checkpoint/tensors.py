@@ -1,16 +1,15 @@
-"""Read torch tensors from safetensors files by byte position, and from legacy files
-``pytorch_model*.bin`` by torch.load; check and cast their values.
+"""Read torch tensors from legacy files ``pytorch_model*.bin`` by torch.load; check and cast the
+values of tensors.
 """
 
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.files import read_bytes, read_into_buffer
+from kvfold.convert.checkpoint.files import read_bytes
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, shorten_repr, summarize_error
 
@@ -23,20 +22,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def view_as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor as a memoryview that shares its memory."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def read_tensor_chunks(
-    path: Path, info: TensorInfo, elements: int | None
-) -> Iterator[torch.Tensor]:
-    """Yield the elements of the tensor ``info`` in the safetensors file ``path``, as 1-D tensors of
-    at most ``elements`` elements each. If ``elements`` is None, the whole tensor is one chunk.
-    """
-    dtype = TORCH_DTYPES[info.dtype]
-    step = info.nbytes if elements is None else elements * dtype.itemsize
-    for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
-        buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
-        read_into_buffer(view_as_bytes(buffer), path, start)
-        yield buffer.view(dtype)
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:

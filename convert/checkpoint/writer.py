@@ -308,6 +308,10 @@ class ShardWriter:
         store their SHA-256. ``progress`` is called with the number of bytes of each step.
         """
         tensor = location.tensor
+        # Reading hashes the bytes; what is cast or joined has a hash of its own.
+        copied = checkpoint.tensors.get(str(tensor.source))
+        if copied is not None and copied.dtype != tensor.dtype:
+            copied = None
         digest = hashlib.sha256()
         position = location.start
         steps = (
@@ -317,7 +321,8 @@ class ShardWriter:
             for data in steps if tensor.sources else [memoryview(bytes(tensor.nbytes))]:
                 if self._stopped.is_set():
                     return
-                digest.update(data)
+                if copied is None:
+                    digest.update(data)
                 write_bytes_at(file, data, position)
                 if has_non_finite(data, tensor.dtype):
                     self.non_finite.add(tensor.name)
@@ -328,11 +333,9 @@ class ShardWriter:
                 f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"
                 f" {position - location.start} bytes; please report it"
             )
-        self.digests[tensor.name] = digest.hexdigest()
-        # One hash serves the records of both, unless bytes were cast or joined.
-        source = checkpoint.tensors.get(str(tensor.source))
-        if source is not None and source.dtype == tensor.dtype:
-            checkpoint.digests[source.name] = self.digests[tensor.name]
+        self.digests[tensor.name] = (
+            digest.hexdigest() if copied is None else checkpoint.digests[copied.name]
+        )
         self.written.add(tensor.name)
 
     def sync(self) -> None:

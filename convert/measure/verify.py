@@ -15,10 +15,8 @@ from kvfold.convert.checkpoint.digests import (
 )
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.writer import has_non_finite
 from kvfold.convert.errors import InputError
-
-# Elements of a tensor in memory at once.
-_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,8 @@ def require_intact(verification: Verification) -> None:
 
 
 def list_non_finite_tensors(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a line for every tensor that contains NaN or infinity. Tensors are read in pieces of
-    bounded size.
-    """
-    from kvfold.convert.checkpoint.tensors import count_non_finite
-
+    """Yield a line for every tensor that contains NaN or infinity. All bytes are read."""
     for name, info in checkpoint.tensors.items():
-        if bad := sum(map(count_non_finite, checkpoint.read_tensor_chunks(name, _ELEMENTS))):
-            yield f"tensor {name!r} in {info.file} has NaN or infinite elements: {bad}"
+        steps = checkpoint.read_bytes_as(name, info.dtype)
+        if sum(has_non_finite(step, info.dtype) for step in steps):
+            yield f"tensor {name!r} in {info.file} has NaN or infinite elements"

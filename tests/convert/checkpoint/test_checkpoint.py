@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from kvfold.convert.checkpoint.digests import fingerprint_files
 from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
-from kvfold.convert.checkpoint.tensors import count_non_finite
+from kvfold.convert.checkpoint.tensors import count_non_finite, view_as_bytes
 from kvfold.convert.errors import InputError
 
 FIRST = "model-00001-of-00002.safetensors"
@@ -60,7 +60,8 @@ def problems_of(model):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "complex64"])
-def test_reads_what_safetensors_reads_whole_and_in_chunks(folder, dtype):
+def test_reads_what_safetensors_reads_whole_and_in_steps(folder, monkeypatch, dtype):
+    monkeypatch.setattr("kvfold.convert.checkpoint.files.STEP", 16)
     torch.manual_seed(1)
     made = (torch.randn(7, 5) * 9).to(getattr(torch, dtype))
     tensors = {"w": made, "scalar": made[0, 0].clone(), "none": torch.zeros(0, 4)}
@@ -72,10 +73,9 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder, dtype):
         assert found.shape == expected.shape
         assert torch.equal(found, expected)
         found.zero_()  # owns its memory: writing to it must not fail, nor change the file
-    chunks = list(checkpoint.read_tensor_chunks("w", 8))
-    assert [len(chunk) for chunk in chunks] == [8, 8, 8, 8, 3]
-    assert torch.equal(torch.cat(chunks).reshape(7, 5), made)
-    assert torch.cat(list(checkpoint.read_tensor_chunks("none", 8))).numel() == 0
+    steps = [bytes(step) for step in checkpoint.read_bytes_as("w", checkpoint.tensors["w"].dtype)]
+    assert {len(step) for step in steps[:-1]} == {16}
+    assert b"".join(steps) == bytes(view_as_bytes(made))
 
 
 def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded):
@@ -86,7 +86,7 @@ def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded)
     save_file(tensors, sharded / "model.safetensors")
     read = open_checkpoint(sharded)
     for name in tensors:
-        list(read.read_tensor_chunks(name, 1))
+        read.read_tensor(name)
     assert read.compute_model_digest() in found
     for file in sharded.glob("*.safetensors*"):
         file.unlink()

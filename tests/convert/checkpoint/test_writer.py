@@ -154,8 +154,8 @@ def test_copying_and_hashing_beside_computing(checkpoint, out):
     assert not written["zeros"].any()
     check_copied(out, checkpoint, "c")
     assert sum(steps) == sum(tensor.nbytes for tensor in outputs)
-    # 25 elements of 8 bytes; "c", which was computed, was written at once
-    assert sorted(steps)[-2] <= 200
+    # 50 elements of 8 bytes; "c", which was computed, was written at once
+    assert sorted(steps)[-2] <= 400
 
 
 @pytest.mark.usefixtures("in_steps")
