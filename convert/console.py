@@ -180,8 +180,8 @@ def run_command(command: click.Command, arguments: Sequence[str] | None = None) 
 def _run_and_print_error(command: click.Command, arguments: Sequence[str] | None) -> int:
     """Run a click command, print the error that it ends in, and return the exit status."""
     left_behind = "nothing was left behind"
-    message: str | None = None
-    status: int | None = None  # None: interrupted
+    message: str | None = None  # None: interrupted
+    status = 1
     with suppress(KeyboardInterrupt), interrupt_on_signals():
         try:
             # A standard stream that is closed must not become the number of an output file, into
@@ -195,23 +195,22 @@ def _run_and_print_error(command: click.Command, arguments: Sequence[str] | None
             left_behind = _join_notes(error) or left_behind
         except Exception as error:
             message, status = _explain_error(error)
-        if status is None:
+        if status:
             # A signal may arrive between a context manager's ``yield`` and its block. The manager
             # then cleans up when it is freed, together with the exception; managers in cycles are
             # freed here.
             gc.collect()
-    if status is None:
+    if status and message is None:
         message = f"interrupted: {left_behind}; run the same command again"
-        status = 1
-    if message is not None:
+    if message:
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
     return status
 
 
-def _explain_error(error: Exception) -> tuple[str | None, int]:
-    """The lines to print about an error, or None to print nothing, and the exit status."""
+def _explain_error(error: Exception) -> tuple[str, int]:
+    """The lines to print about an error, none for a closed pipe, and the exit status."""
     if isinstance(error, KvfoldError):
         return str(error), error.exit_status
     if isinstance(error, click.UsageError):
@@ -225,7 +224,7 @@ def _explain_error(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout once more at its end, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None, 1
+        return "", 1
     if os.environ.get("KVFOLD_TRACEBACK"):
         raise error
     message = explain_system_error(error) or (

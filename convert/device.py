@@ -12,7 +12,6 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.errors import option_error
 
-_COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A
 # choice, not tuned; measured ratios are around 1, or 2 and more.
 BFLOAT16_PAYS = 1.5
@@ -63,10 +62,9 @@ def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype in which most of the checkpoint's bytes are stored; float32 if none of them is F32,
     BF16 or F16.
     """
-    stored = {
-        dtype: size for dtype, size in checkpoint.count_float_bytes().items() if dtype in _COMPUTED
-    }
-    return TORCH_DTYPES[max(stored, key=stored.__getitem__)] if stored else torch.float32
+    sizes = checkpoint.count_float_bytes()
+    del sizes["F64"]
+    return TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
 def choose_autocast_dtype(

@@ -2,12 +2,12 @@
 terminal; numbers that JSON can hold.
 """
 
-import math
+import json
 import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -94,8 +94,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     width of the columns that it lacks.
     """
     count = len(rows[0])
-    complete = [row for row in rows if len(row) == count]
-    widths = [max(len(row[column]) for row in complete) for column in range(count)]
+    columns = zip(*(row for row in rows if len(row) == count), strict=True)
+    widths = [max(map(len, column)) for column in columns]
     while sum(widths) + 2 * (count - 1) > count_columns() and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
     lines = []
@@ -103,8 +103,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
         spans = widths[: len(row)]
         if len(row) < count:
             spans[-1] = sum(widths[len(row) - 1 :]) + 2 * (count - len(row))
-        columns = [wrap_text(cell, width) or [""] for cell, width in zip(row, spans, strict=True)]
-        for cells in zip_longest(*columns, fillvalue=""):
+        wrapped = [wrap_text(cell, width) or [""] for cell, width in zip(row, spans, strict=True)]
+        for cells in zip_longest(*wrapped, fillvalue=""):
             aligned = [cell.rjust(width) for cell, width in zip(cells, spans, strict=True)]
             aligned[0] = cells[0].ljust(spans[0])
             if len(row) < count:
@@ -115,8 +115,4 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def to_json_values(value: Any) -> Any:
     """``value`` with NaN and infinity replaced by None, because JSON has neither."""
-    if isinstance(value, Mapping):
-        return {name: to_json_values(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

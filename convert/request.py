@@ -326,14 +326,12 @@ class ConvertRequest(CalibratedRequest):
             "layout": self.layout == "engine",
             "group": self.group == "similar",
             "calibration": self.calibration and not self.calibrated,
+            "cache": self.cache and not self.calibrated,
         }
         for name, wanted in read_text.items():
             if wanted and not method.reads_text:
                 needs = f"needs text, but --method {self.resolved_method} reads none"
                 yield name, f"{format_option(name)} {needs}; omit it, or use --method {DEFAULT}"
-        if self.cache and not self.calibrated:
-            needs = f"has no effect with --method {self.resolved_method}, which reads no text"
-            yield "cache", f"--cache {needs}; omit it, or use --method {DEFAULT}"
         if self.effort:
             yield "effort", "--effort chooses --refine and --polish; omit it, or these two"
 

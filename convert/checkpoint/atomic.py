@@ -243,7 +243,7 @@ def _open_lock_file(path: Path) -> int | None:
     """
     while True:
         # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # its last holder may have removed the file between our open and our lock
@@ -330,8 +330,7 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
     """
     try:
         # a pipe would block until somebody reads it
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(path, flags, 0o666)
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             yield file
         finally:

@@ -34,7 +34,7 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 ADAPTER = "adapter_config.json"
 # The files of a tokenizer that may have its chat template
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
-QUANTIZATION_KEYS = "quantization_config", "compression_config"
+QUANTIZATION_KEYS = "quantization_config", "compression_config", "quantization"
 # The way out of every quantization
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, with the library that quantized"
@@ -52,7 +52,7 @@ _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices 
 # writes the kernel gathers large pages: 2 GB in steps of 4 MiB took five times the CPU seconds.
 STEP = 256 << 10
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
-_DTYPE_KEYS = ("dtype", "torch_dtype")
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
 # transformers looks a dtype up among all names of torch, which also has classes and functions
 _DTYPE_NAME = re.compile(r"(torch\.)?(auto|half|double|b?float(\d+(_e\d+m\d+\w*)?)?)")
 
@@ -227,10 +227,10 @@ def set_config_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """
     changed = dict(config)
     for name, value in config.items():
-        if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS):
+        if isinstance(value, Mapping) and value.keys() & _DTYPE_KEYS:
             changed[name] = set_config_dtype(value, dtype)
     # older and newer readers know one key each: both stay where both are
-    for key in [key for key in _DTYPE_KEYS if key in config] or ["dtype"]:
+    for key in config.keys() & _DTYPE_KEYS or {"dtype"}:
         changed[key] = dtype
     return changed
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,8 @@ from kvfold.convert.checkpoint.files import (
     CHAT_FILES,
     CONFIG,
     DEQUANTIZE,
-    INDEX,
     LEGACY,
-    SINGLE,
+    QUANTIZATION_KEYS,
     STEP,
     decode_file_name,
     find_weight_file,
@@ -334,7 +333,8 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         with _collect_input_errors(problems):
             read_checkpoint_file(folder, name, 1)
     read = read_header
-    if entry in LEGACY:
+    legacy = entry in LEGACY
+    if legacy:
         from kvfold.convert.checkpoint.tensors import read_legacy_header
 
         read = read_legacy_header
@@ -360,10 +360,11 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     if problems:
         first_problem, *further_problems = problems
         raise InputError(first_problem, further_problems)
-    legacy = entry in LEGACY
     tensors = {info.name: info for info in stored.values()}
-    checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
-    checkpoint = replace(checkpoint, notes=_list_notes(folder, origin, config))
+    notes = _list_notes(folder, origin, config)
+    checkpoint = Checkpoint(
+        folder, config, tensors, origin, digest, paths, states, legacy, notes=notes
+    )
     _refuse_quantized(checkpoint)
     return checkpoint
 
@@ -402,7 +403,6 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise InputError if config.json, or the dtypes and names of the tensors, show that the
     weights are quantized, or that the model was saved inside a wrapper for training.
     """
-    folder = checkpoint.folder
     for name in checkpoint.tensors:
         if wrapped := _WRAPPED.search(name):
             raise InputError(
@@ -411,28 +411,17 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
                 " wrapper, such as model._orig_mod, model.module or model.merge_and_unload()"
             )
     config = checkpoint.config
-    keys = "quantization_config", "compression_config", "quantization"
-    key = next((key for key in keys if config.get(key)), "")
-    settings = config.get(key)
+    key = next((key for key in QUANTIZATION_KEYS if config.get(key)), None)
     packed = [
-        info.name
+        f"tensor {info.name!r} in {info.file}"
         for info in checkpoint.tensors.values()
         if "torch" not in DTYPES[info.dtype]
         or (info.dtype[0] in "IU" and info.name.endswith(_PACKED))
     ]
-    if not (settings or packed):
+    if key is None and not packed:
         return
-    evidence = shorten_repr(settings) if settings else f"tensor {packed[0]!r}"
-    if (folder / "hf_quant_config.json").exists():
-        evidence = f"by ModelOpt, {evidence}"
-    elif any(name.endswith(".biases") for name in checkpoint.tensors):
-        evidence = f"by MLX, {evidence}"
-    files = {info.file for info in checkpoint.tensors.values()}
+    evidence = f"{key}: {shorten_repr(config[key])}" if key else packed[0]
     advice = DEQUANTIZE
     if FLOAT_DTYPES.issuperset(info.dtype for info in checkpoint.tensors.values()):
         advice += f"; if its floats are dequantized weights already, remove {key} from {CONFIG}"
-    if files == {SINGLE} and (folder / INDEX).exists():
-        advice = (
-            f"{SINGLE} takes precedence over {INDEX}; move it away to use the files of the index"
-        )
     raise InputError(f"{checkpoint.origin}: its weights are quantized ({evidence}); {advice}")

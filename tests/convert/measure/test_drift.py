@@ -140,7 +140,7 @@ def test_a_conversion_rounds_no_cache_that_has_no_such_groups(reader, tmp_path, 
         with pytest.raises(InputError, match="32 channels") as error:
             run_conversion(reader, tmp_path / "out", to="mla", cache="int4", **options)
         told(error.value)
-    with pytest.raises(InputError, match="reads no text") as error:
+    with pytest.raises(InputError, match="reads none") as error:
         run_conversion(reader, tmp_path / "out", to="mqa", method="mean", cache="int4")
     told(error.value)
 
