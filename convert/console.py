@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from tqdm.utils import ObjectWrapper
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import (
     InputError,
     KvfoldError,
@@ -32,6 +34,7 @@ from kvfold.convert.errors import (
 )
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.options import Option, Request, collect_options
+from kvfold.convert.progress import ProgressStages
 from kvfold.convert.signals import interrupt_on_signals
 
 REPORT = "report.html"
@@ -124,23 +127,16 @@ def add_report_option(content: str) -> Decorator:
     )
 
 
-class _EscapedStream:
+class _EscapedStream(ObjectWrapper):
     """A text stream that writes the control codes in texts as Python escapes. Names and values from
     files may contain some; a terminal would obey them.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
     def write(self, text: str) -> int:
         """Write ``text``; codes at its beginning by which progress bars move the cursor stay."""
         body = text.lstrip("\r\n\x1b[A")
-        self.stream.write(text[: len(text) - len(body)] + body.translate(_CONTROLS))
+        self._wrapped.write(text[: len(text) - len(body)] + body.translate(_CONTROLS))
         return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        """The attributes of the stream itself."""
-        return getattr(self.stream, name)
 
 
 class _EscapedLogRecord(logging.LogRecord):
@@ -269,7 +265,7 @@ def _reserve_stdout() -> None:
     tokenizers.
     """
     stdout = sys.__stdout__
-    if stdout is not None and stdout is getattr(sys.stdout, "stream", sys.stdout):
+    if stdout is not None and stdout is getattr(sys.stdout, "_wrapped", sys.stdout):
         stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
@@ -294,6 +290,20 @@ def _check_writable(option: str, file: Path) -> None:
         obstacle = f"{existing} is not writable"
     if obstacle is not None:
         raise option_error(option, file, f": cannot be written ({obstacle}); name another path")
+
+
+def check_models_and_load_torch(*models: str | None, quiet: bool) -> None:
+    """Raise InputError unless `open_checkpoint` can open each of ``models``; None is left out. Then
+    import torch and transformers, so that a command that has called this shows wrong paths before
+    the seconds that they take. Unless ``quiet``, stderr shows both.
+    """
+    names = [model for model in models if model is not None]
+    if not quiet:
+        print(f"reading {escape_text(' and '.join(names))}", file=sys.stderr)
+    for name in names:
+        open_checkpoint(name)
+    with ProgressStages(quiet=quiet)("loading torch"):
+        import kvfold.convert.stream.stock  # noqa: F401
 
 
 def require_finite_predictions(model: str, figures: Iterable[float]) -> None:

@@ -103,7 +103,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
         spans = widths[: len(row)]
         if len(row) < count:
             spans[-1] = sum(widths[len(row) - 1 :]) + 2 * (count - len(row))
-        wrapped = [wrap_text(cell, width) or [""] for cell, width in zip(row, spans, strict=True)]
+        wrapped = [wrap_text(cell, width) for cell, width in zip(row, spans, strict=True)]
         for cells in zip_longest(*wrapped, fillvalue=""):
             aligned = [cell.rjust(width) for cell, width in zip(cells, spans, strict=True)]
             aligned[0] = cells[0].ljust(spans[0])

@@ -170,8 +170,8 @@ class Request:
                 problems.append((name, f"{option_name} must be {rule}, not {shorten_repr(value)}"))
         problems = problems or list(self.list_problems())
         if problems:
-            field, problem_of_option = problems[0]
-            raise InputError(problem_of_option, [other for _, other in problems[1:]], field=field)
+            names, sentences = zip(*problems, strict=True)
+            raise InputError(sentences[0], sentences[1:], field=names[0])
 
     def list_problems(self) -> Iterable[tuple[str, str]]:
         """The field at fault and a sentence for each combination of values that is not allowed."""

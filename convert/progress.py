@@ -46,12 +46,6 @@ class _StageBar(tqdm):  # type: ignore[type-arg]
             values["left"] = f", about {format_duration(left)} left"
         return values
 
-    def update(self, n: float | None = 1) -> bool | None:
-        """Add ``n`` finished units."""
-        if n and not self.disable:
-            self.seconds = super().format_dict["elapsed"]
-        return super().update(n)
-
 
 class _LinesAboveBars(DummyTqdmFile):
     """A terminal's stderr while it shows bars: lines that others print appear above them."""
@@ -111,7 +105,7 @@ class ProgressStages:
         finished. Its value is a function, to be called with the number of units finished since its
         last call.
         """
-        stderr = getattr(sys.stderr, "_wrapped", sys.stderr)
+        stderr = sys.stderr._wrapped if isinstance(sys.stderr, _LinesAboveBars) else sys.stderr
         terminal = stderr.isatty()
         amount = f"{{n_fmt}}/{{total_fmt}} {'byte' if unit == 'B' else unit}s |{{bar}}| "
         bar = _StageBar(
@@ -132,6 +126,8 @@ class ProgressStages:
         def advance(amount: int) -> None:
             nonlocal done
             done += amount
+            if amount and not bar.disable:
+                bar.seconds = bar.format_dict["elapsed"]
             bar.update(amount)
             if self.progress is not None and total:
                 self.progress(name, done, total)

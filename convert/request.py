@@ -366,7 +366,6 @@ class SweepRequest(CalibratedRequest):
         " mqa mla:576,512+64. Default: a few that suit MODEL.",
         metavar="TARGET...",
         multiple=True,
-        rule="targets such as gqa:4,2 mqa mla:576,512+64",
     )
     within: float | None = option(
         None,
@@ -391,7 +390,6 @@ class EvalRequest(RunRequest):
         "Tasks: replies, which compares what the models write; or of lm-evaluation-harness, by name"
         " or as FILE.yaml (needs the eval extra).",
         metavar="NAME,NAME",
-        rule="names of tasks separated by commas",
     )
     limit: int | None = option(
         None,
@@ -426,9 +424,7 @@ class BenchRequest(Request):
     length and batch size.
     """
 
-    models: tuple[str, ...] = option(
-        (), argument=True, metavar="[MODEL]...", rule="names of models"
-    )
+    models: tuple[str, ...] = option((), argument=True, metavar="[MODEL]...")
     contexts: tuple[int, ...] = _numbers((2048,), "Tokens in the cache.")
     batches: tuple[int, ...] = _numbers((1,), "Sequences decoded together.")
     shape: str | None = option(

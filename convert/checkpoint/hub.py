@@ -57,13 +57,15 @@ def download_model(model: str) -> Path:
 def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
     """Fetch only the names, dtypes and shapes of the tensors of a hub model, by HTTP range
     requests. Returns the local folder with its config.json and chat template, and one `TensorInfo`
-    per tensor; None if the model has no safetensors files.
+    per tensor; None if the model has no safetensors files, and with HF_HUB_OFFLINE.
 
     Raises InputError if that fails or a header is not valid.
     """
-    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub import constants, get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
+    if constants.HF_HUB_OFFLINE:
+        return None
     folder = _download_files(model, [CONFIG, ADAPTER, *CHAT_FILES])
     tensors = []
     with _translate_hub_errors(model):

@@ -8,7 +8,6 @@ hub id is used.
 import hashlib
 import os
 import re
-import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -39,7 +38,7 @@ from kvfold.convert.checkpoint.files import (
     resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
-from kvfold.convert.errors import InputError, escape_text, list_some, shorten_repr
+from kvfold.convert.errors import InputError, list_some, shorten_repr
 
 if TYPE_CHECKING:
     import torch
@@ -240,26 +239,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    folder = resolve_local_folder(model)
-    if folder is not None:
-        hub_folder = re.fullmatch(r"models--([^/]+?)--([^/]+)", folder.parent.parent.name)
-        if folder.parent.name == "snapshots" and hub_folder is not None:
-            return _open_folder(folder, _format_hub_origin("/".join(hub_folder.groups()), folder))
-        return _open_folder(folder, decode_file_name(folder))
-    folder = hub.download_model(str(model))
-    return _open_folder(folder, _format_hub_origin(model, folder))
-
-
-def check_models_can_be_opened(*models: str | None, quiet: bool = True) -> None:
-    """Raise InputError unless `open_checkpoint` can open each of ``models``; None is left out.
-    Commands call this first, so that wrong paths show before torch is imported. Unless ``quiet``,
-    a line on stderr says what is read.
-    """
-    names = [model for model in models if model is not None]
-    if not quiet:
-        print(f"reading {escape_text(' and '.join(names))}", file=sys.stderr)
-    for name in names:
-        open_checkpoint(name)
+    return _open_folder(resolve_local_folder(model) or hub.download_model(str(model)))
 
 
 def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
@@ -270,18 +250,15 @@ def open_checkpoint_headers(model: str | os.PathLike[str]) -> Checkpoint:
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
     HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
-    if resolve_local_folder(model) is not None:
-        return open_checkpoint(model)
-    from huggingface_hub import constants
-
-    fetched = None if constants.HF_HUB_OFFLINE else hub.fetch_tensor_headers(str(model))
+    local = resolve_local_folder(model)
+    fetched = None if local else hub.fetch_tensor_headers(str(model))
     if fetched is None:
         return open_checkpoint(model)
     folder, tensors = fetched
     config, digest = read_config(folder)
     infos = {info.name: info for info in tensors}
     # no states: a commit on the hub does not change
-    origin = _format_hub_origin(model, folder)
+    origin = _name_origin(folder)
     notes = _list_notes(folder, origin, config)
     checkpoint = Checkpoint(folder, config, infos, origin, digest, notes=notes)
     _refuse_quantized(checkpoint)
@@ -292,34 +269,31 @@ def resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
     """Return the real path of ``model`` if it is a local folder, or None if it is a hub id. Raises
     InputError if it is neither.
     """
-    folder = Path(model)
-    try:
-        is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
-        if hub.HUB_ID.fullmatch(str(model)):
-            return None
+    if os.path.isdir(model):
+        return Path(model).resolve()
+    if os.path.exists(model):
+        raise InputError(
+            f"{model} is a file, but a checkpoint is a folder; use the folder that contains it"
+        )
+    if not hub.HUB_ID.fullmatch(str(model)):
         raise InputError(
             f"{model}: no such folder; use a checkpoint's folder, or a hub id with its owner, such"
             " as openai-community/gpt2"
-        ) from None
-    if not is_folder:
-        raise InputError(
-            f"{folder} is a file, but a checkpoint is a folder; use the folder that contains it"
         )
-    return folder.resolve()
+    return None
 
 
-def _format_hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
-    """Return ``owner/name@commit`` for a hub model. The folder ``snapshot`` is named after the
-    commit.
+def _name_origin(folder: Path) -> str:
+    """Return ``owner/name@commit`` for a snapshot in the hub cache, or else the folder's name."""
+    match = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([^/]+)$", str(folder))
+    return "{}/{}@{}".format(*match.groups()) if match else decode_file_name(folder)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    """Open the checkpoint in a local ``folder`` and check all its headers. Raises one InputError
+    with all problems.
     """
-    return f"{str(model).partition('@')[0]}@{snapshot.name}"
-
-
-def _open_folder(folder: Path, origin: str) -> Checkpoint:
-    """Open the checkpoint in a local ``folder`` and check all its headers. ``origin`` is the
-    model's name in messages. Raises one InputError with all problems.
-    """
+    origin = _name_origin(folder)
     names = os.listdir(folder)
     extra = list_files_besides_weights(folder)
     # states are taken before anything is read: a change in between must not go unseen
@@ -358,8 +332,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
             for name, file in sorted(stored.keys() ^ weight_map.items())
         ]
     if problems:
-        first_problem, *further_problems = problems
-        raise InputError(first_problem, further_problems)
+        raise InputError(problems[0], problems[1:])
     tensors = {info.name: info for info in stored.values()}
     notes = _list_notes(folder, origin, config)
     checkpoint = Checkpoint(

@@ -37,9 +37,13 @@ _THREADS = 2
 # Python's 5 ms are many times what they need for a step.
 _SWITCH_INTERVAL = 0.0005
 
-# The unsigned integers of a float's size, and the bits of its infinity, above which is only NaN
-_INFINITY = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F800000)}
-_INFINITY["F64"] = ("<u8", 0x7FF << 52)
+# The unsigned integers of a float's size, and the bits of its infinity, which NaN has too
+_INFINITY = {
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F800000),
+    "F64": ("<u8", 0x7FF << 52),
+}
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where an output tensor is stored: bytes ``start`` to ``end`` of ``file``."""
+    """Where an output tensor is stored: from byte ``start`` of ``file`` on."""
 
     tensor: PlannedTensor
     file: Path
     start: int
-    end: int
 
 
 def assign_shards(tensors: Iterable[PlannedTensor], max_bytes: int) -> list[Shard]:
@@ -168,8 +171,8 @@ def has_non_finite(data: memoryview, dtype: str) -> bool:
     import numpy
 
     kind, infinity = _INFINITY[dtype]
-    magnitudes = numpy.frombuffer(data, kind) & (1 << (8 * numpy.dtype(kind).itemsize - 1)) - 1
-    return bool(magnitudes.max(initial=0) >= infinity)
+    exponents = numpy.frombuffer(data, kind) & infinity
+    return bool(exponents.max(initial=0) == infinity)
 
 
 class ShardWriter:
@@ -198,11 +201,8 @@ class ShardWriter:
         for shard in self._shards:
             start = len(shard.header)
             for tensor in shard.tensors:
-                end = start + tensor.nbytes
-                self._locations[tensor.name] = TensorLocation(
-                    tensor, folder / shard.file, start, end
-                )
-                start = end
+                self._locations[tensor.name] = TensorLocation(tensor, folder / shard.file, start)
+                start += tensor.nbytes
         self.written = set(resume_written or ())
         self.digests: dict[str, str] = {}
         self.non_finite: set[str] = set()
@@ -328,10 +328,10 @@ class ShardWriter:
                     self.non_finite.add(tensor.name)
                 position += len(data)
                 progress(len(data))
-        if position != location.end:
+        if (size := position - location.start) != tensor.nbytes:
             raise KvfoldError(
                 f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"
-                f" {position - location.start} bytes; please report it"
+                f" {size} bytes; please report it"
             )
         self.digests[tensor.name] = (
             digest.hexdigest() if copied is None else checkpoint.digests[copied.name]

@@ -5,8 +5,7 @@ import sys
 
 import click
 
-from kvfold.convert.checkpoint.opening import check_models_can_be_opened
-from kvfold.convert.console import add_request_options
+from kvfold.convert.console import add_request_options, check_models_and_load_torch
 from kvfold.convert.request import ChatRequest
 
 
@@ -19,7 +18,7 @@ def chat(request: ChatRequest) -> None:
     Answers are greedy, so that a difference between two models is one of their weights. An MLA
     model decodes over its latent cache (absorbed). Ctrl-D ends the conversation.
     """
-    check_models_can_be_opened(request.model, request.against)
+    check_models_and_load_torch(request.model, request.against, quiet=True)
     from kvfold.convert.measure.chat import answer_prompts
 
     if isinstance(sys.stdin, io.TextIOWrapper):  # text that is not UTF-8 must not end a chat

@@ -79,10 +79,7 @@ def _convert_to_all_targets(folder: Path) -> list[dict[str, Any]]:
         click.echo(f"kvfold convert MODEL {name} {' '.join(format_argv(options))}", err=True)
         request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
         plan = convert_checkpoint(request).plan
-        label = f"{plan.output.kind}, {request.resolved_method}"
-        if request.layout:
-            label += f", layout {request.layout}"
-        measured.append((label, plan.result.count_cache_elements(), folder / name))
+        measured.append((name, plan.result.count_cache_elements(), folder / name))
     return [
         {
             "target": target,

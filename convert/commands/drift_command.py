@@ -11,17 +11,16 @@ from kvfold.attention.drift.metrics import (
     format_metrics,
 )
 from kvfold.attention.rounding_schemes import describe_cache_rounding
-from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_report_option,
     add_request_options,
+    check_models_and_load_torch,
     print_result,
     require_finite_predictions,
 )
 from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.formatting import format_labeled_rows, format_table
-from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -54,9 +53,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     predictions.
     """
     check_text_sources([request.text], "text")
-    check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
-    with ProgressStages(quiet=request.quiet)("loading torch"):
-        from kvfold.convert.measure.drift import drift_checkpoints
+    check_models_and_load_torch(request.model, request.out, quiet=request.quiet)
+    from kvfold.convert.measure.drift import drift_checkpoints
 
     measured = drift_checkpoints(request)
     summary = summarize_drift(request, measured, layers)

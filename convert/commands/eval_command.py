@@ -4,15 +4,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
+    check_models_and_load_torch,
     print_result,
     require_finite_predictions,
 )
 from kvfold.convert.formatting import format_labeled_rows, format_table
-from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -32,9 +31,8 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
     check_text_sources([request.text], "text")
-    check_models_can_be_opened(request.model, request.out, quiet=request.quiet)
-    with ProgressStages(quiet=request.quiet)("loading torch"):
-        from kvfold.convert.measure.eval import eval_checkpoints
+    check_models_and_load_torch(request.model, request.out, quiet=request.quiet)
+    from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)
     print_result(json_file, lambda: vars(evaluation), format_evaluation(evaluation))

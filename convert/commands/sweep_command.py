@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
-from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     STDOUT,
     add_json_option,
     add_report_option,
     add_request_options,
+    check_models_and_load_torch,
     print_result,
 )
 from kvfold.convert.conversion.judgment import format_convert_command
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows, format_table
 from kvfold.convert.measure.sweep_targets import parse_targets
-from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_text_sources
 
@@ -65,11 +64,10 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
         resolve_output_path(request.out, overwrite=None, model=request.model)
     check_text_sources(request.calibration)
     parse_targets(request.targets)
-    check_models_can_be_opened(request.model, quiet=request.quiet)
-    with ProgressStages(quiet=request.quiet)("loading torch"):
-        from kvfold.convert.conversion.convert import convert_checkpoint
-        from kvfold.convert.measure.report import plot_loss_by_cache, write_report
-        from kvfold.convert.measure.sweep import sweep_checkpoint
+    check_models_and_load_torch(request.model, quiet=request.quiet)
+    from kvfold.convert.conversion.convert import convert_checkpoint
+    from kvfold.convert.measure.report import plot_loss_by_cache, write_report
+    from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(request)
     summary = summarize_sweep(result)

@@ -7,14 +7,13 @@ launch --config_file convert/data/fsdp.yaml -m kvfold uptrain ...``.
 import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
-from kvfold.convert.checkpoint.opening import check_models_can_be_opened
 from kvfold.convert.console import (
     add_json_option,
     add_request_options,
+    check_models_and_load_torch,
     print_result,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
-from kvfold.convert.progress import ProgressStages
 from kvfold.convert.text.corpus import check_text_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
@@ -32,9 +31,8 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     resolve_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_text_sources([request.text], "text")
     quiet = request.quiet or not launched_as_rank0()
-    check_models_can_be_opened(request.model, request.teacher, quiet=quiet)
-    with ProgressStages(quiet=quiet)("loading torch"):
-        from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
+    check_models_and_load_torch(request.model, request.teacher, quiet=quiet)
+    from kvfold.convert.uptrain.uptraining import format_summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)
     destroy_process_group()
