@@ -92,19 +92,17 @@ def _make_click_parameter(spec: Option) -> Decorator:
         spelling += f"/{format_option(spec.name, False)}"
     default = None if spec.default is MISSING or spec.multiple else spec.default
     if isinstance(default, tuple):
-        default = ",".join(map(str, default))
-    metavar = spec.metavar
-    if metavar is None and not is_flag:
-        metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else "N"
+        default = ",".join(map(str, default)) or None
+    metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else "N"
     return click.option(
         spelling,
         spec.name,
         help=spec.help,
-        metavar=metavar,
+        metavar=spec.metavar or metavar,
         multiple=spec.multiple,
         is_flag=is_flag,
         default=default,
-        show_default=not is_flag and default not in (None, ""),
+        show_default=not is_flag,
         type=None if is_flag else str,
     )
 

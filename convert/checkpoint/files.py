@@ -26,9 +26,9 @@ INDEX = "model.safetensors.index.json"
 LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FILES = json.loads(Path(__file__).with_name("files.json").read_text())
 WEIGHT_SUFFIXES: list[str] = _FILES["weight_suffixes"]
-# All but these is passed on with the weights: how to use them, and under which terms. Weights, the
-# state of a training, data, and what is written anew.
-NOT_PASSED_ON: list[str] = _FILES["not_passed_on"]
+# Weights, the state of a training, data, and what is written anew. All else is fetched, and passed
+# on with the weights: how to use them, and under which terms.
+NOT_NEEDED: list[str] = _FILES["not_needed"]
 # The only files of subfolders that are passed on
 TEMPLATES = "additional_chat_templates/*.jinja"
 ADAPTER = "adapter_config.json"
@@ -87,12 +87,11 @@ def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
         raise InputError(f"{path} cannot be read ({error.strerror}); {advice}") from None
 
 
-def read_bytes(path: Path, length: int | None = None) -> bytes:
-    """Return the content of the file ``path``, or only its first ``length`` bytes. Raises
+def read_bytes(path: Path, length: int = _LARGEST_FILE) -> bytes:
+    """Return the first ``length`` bytes of the file ``path``, or all if it has fewer. Raises
     InputError if the file cannot be read.
     """
-    size = path.stat().st_size
-    end = size if length is None else min(length, size)
+    end = min(length, path.stat().st_size)
     return b"".join(map(bytes, read_in_steps(path, 0, end)))
 
 
@@ -132,10 +131,9 @@ def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkp
     return path
 
 
-def read_checkpoint_file(folder: Path, name: str, length: int | None = None) -> bytes:
-    """Return the content of one file of a checkpoint, except a weight file, or only its first
-    ``length`` bytes. Raises InputError if the file is larger than 64 MiB, or a link that leads out
-    of ``folder``.
+def read_checkpoint_file(folder: Path, name: str) -> bytes:
+    """Return the content of one file of a checkpoint, except a weight file. Raises InputError if
+    the file is larger than 64 MiB, or a link that leads out of ``folder``.
     """
     path = resolve_checkpoint_file(folder, name)
     if (size := path.stat().st_size) > _LARGEST_FILE:
@@ -143,7 +141,7 @@ def read_checkpoint_file(folder: Path, name: str, length: int | None = None) -> 
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
             " are allowed; download it again, or remove it if the model does not need it"
         )
-    return read_bytes(path, length)
+    return read_bytes(path, size)
 
 
 # JSON, config.json and kvfold.json
@@ -263,7 +261,7 @@ def list_files_besides_weights(folder: Path) -> list[str]:
     Raises InputError for a name that is not UTF-8, which kvfold.json could not contain.
     """
     names = [path.name for path in folder.iterdir() if not path.is_dir()]
-    left = [pattern.lower() for pattern in (*NOT_PASSED_ON, "*.py")]
+    left = [pattern.lower() for pattern in (*NOT_NEEDED, CONFIG, "*.index.json", "*.py")]
     needed = [name for name in names if not any(fnmatch(name.lower(), p) for p in left)]
     needed += [str(path.relative_to(folder)) for path in folder.glob(TEMPLATES)]
     for name in needed:

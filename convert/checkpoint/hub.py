@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.files import (
     CONFIG,
     INDEX,
     LEGACY,
-    NOT_PASSED_ON,
+    NOT_NEEDED,
     SINGLE,
     TEMPLATES,
     read_weight_map,
@@ -42,14 +42,13 @@ def download_model(model: str) -> Path:
     folder, which is named after its commit. Raises InputError if the download fails.
     """
     # config.json, indices and code, besides what is passed on
-    ignored = {"*/*", *NOT_PASSED_ON} - {CONFIG, "*.index.json"}
-    folder = _download_files(model, ignored=[*ignored])
+    folder = _download_files(model, ignored=["*/*", *NOT_NEEDED])
     for single, index in ((SINGLE, INDEX), LEGACY):
         weights = [single]
         if (folder / index).exists():
             weights += set(read_weight_map(folder, index).values())
         folder = _download_files(model, [CONFIG, TEMPLATES, *map(glob.escape, weights)])
-        if any((folder / file).exists() for file in (single, index)):
+        if (folder / single).exists() or (folder / index).exists():
             break
     return folder
 
@@ -74,7 +73,7 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
             found = get_safetensors_metadata(model.partition("@")[0], revision=folder.name)
         except NotASafetensorsRepoError:
             return None
-        for file, header in sorted(found.files_metadata.items()):
+        for file, header in found.files_metadata.items():
             for name, info in header.tensors.items():
                 if info.dtype not in DTYPES:
                     raise InputError(
@@ -117,11 +116,10 @@ def _translate_hub_errors(model: str) -> Iterator[None]:
         raise
     # the hub's library passes on its transport's errors, which have no common base
     except Exception as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        for name, cause_and_advice in _HUB_ADVICE.items():
-            if name in kinds:
-                raise InputError(f"{model}: cannot be fetched: {cause_and_advice}") from None
-        raise InputError(
-            f"{model}: the hub refused or could not be reached ({summarize_error(error)}); check"
-            " the path or the hub id"
-        ) from None
+        cause_and_advice = (
+            f"the hub refused or could not be reached ({summarize_error(error)}); check the path or"
+            " the hub id"
+        )
+        for kind in reversed(type(error).__mro__):
+            cause_and_advice = _HUB_ADVICE.get(kind.__name__, cause_and_advice)
+        raise InputError(f"{model}: cannot be fetched: {cause_and_advice}") from None

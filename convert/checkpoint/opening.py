@@ -305,7 +305,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in (*extra, *({CARD} & {*names})):
         with _collect_input_errors(problems):
-            read_checkpoint_file(folder, name, 1)
+            read_checkpoint_file(folder, name)
     read = read_header
     legacy = entry in LEGACY
     if legacy:
