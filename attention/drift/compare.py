@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
 # Logits of each model in memory at once, 24 MB and 256 MB in float32. Derived: the allocator of a
@@ -148,23 +149,43 @@ def compare_layer(
     one layer, and return the drift of this layer.
     """
     errors = []
-    for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
-        shown = hidden.to(student.device, student.dtype)
+    for batch, hidden in enumerate(expected):
         output = layer(hidden)
-        local = student_layer(shown)
-        # until the first difference both streams are the same, and half of the work is saved
-        propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
-        pairs = [
-            (output.attention, local.attention),
-            (output.attention, propagated.attention),
-            (output.states, local.states),
-            (output.states, propagated.states),
-        ]
-        errors.append(torch.stack([_sum_squared_error(*pair) for pair in pairs]))
+        shown = hidden.to(student.device, student.dtype)
+        error, actual[batch] = compare_batch(output, student_layer, shown, actual[batch])
+        errors.append(error)
         expected[batch] = output.states
-        actual[batch] = propagated.states
         progress(2 * hidden.shape[:2].numel(), False)
-    sums = torch.stack(errors).sum(0).tolist()
+    return make_layer_drift(errors)
+
+
+def compare_batch(
+    output: LayerOutput,
+    student_layer: StreamLayer,
+    hidden: Tensor,
+    student_hidden: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compare the teacher's ``output`` of one layer with the student's, for a batch ``[B, T, E]``
+    of the teacher's residual stream and one of the student's own.
+
+    Returns squared errors and norms for `make_layer_drift`, and the student's residual stream after
+    the layer.
+    """
+    local = student_layer(hidden)
+    # until the first difference both streams are the same, and half of the work is saved
+    propagated = local if torch.equal(hidden, student_hidden) else student_layer(student_hidden)
+    pairs = [
+        (output.attention, local.attention),
+        (output.attention, propagated.attention),
+        (output.states, local.states),
+        (output.states, propagated.states),
+    ]
+    return torch.stack([_sum_squared_error(*pair) for pair in pairs]), propagated.states
+
+
+def make_layer_drift(errors: Sequence[Tensor]) -> LayerDrift:
+    """Return the drift of a layer from what `compare_batch` returned for each batch."""
+    sums = torch.stack(list(errors)).sum(0).tolist()
     return LayerDrift(*[compute_relative_error(*pair) for pair in sums])
 
 

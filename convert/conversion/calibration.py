@@ -48,7 +48,12 @@ from kvfold.convert.text.self_written import find_turn_tokens, sample_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import LONG_SEQUENCES, CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import choose_batch_size, count_polish_steps
-from kvfold.convert.walk.walk import check_finite, choose_sequences_per_chunk, run_all_layers
+from kvfold.convert.walk.walk import (
+    Walk,
+    check_finite,
+    choose_sequences_per_chunk,
+    run_all_layers,
+)
 
 # Time of comparing two models' logits, relative to that of their products. Chosen, not tuned.
 _LOGITS = 1.35
@@ -204,16 +209,22 @@ def _write_sequences(
 
 @contextmanager
 def open_comparison_stage(
-    stages: ProgressStages, name: str, source: CheckpointStream, *texts: Tensor
+    stages: ProgressStages,
+    name: str,
+    source: CheckpointStream,
+    *texts: Tensor,
+    logits_only: Sequence[Tensor] = (),
 ) -> Iterator[ComparisonProgress]:
     """A context manager for a stage that compares models of the size of ``source`` on ``texts [N,
-    T]``. It counts tokens in each layer, and in the logits as many times as they take the time of
-    a layer. Its value is the function to call with them.
+    T]``, and the logits alone on those in ``logits_only``. It counts tokens in each layer, and in
+    the logits as many times as they take the time of a layer. Its value is the function to call
+    with them.
     """
     shapes = (weight.shape for weight in source.weights.expected.values())
     logits = max(1, round(2 * source.layers * measure_logits_share(shapes, source.vocabulary)))
     layers = 2 * source.layers
-    total = sum(text.numel() * layers + text[:, 1:].numel() * logits for text in texts)
+    total = layers * sum(text.numel() for text in texts)
+    total += logits * sum(text[:, 1:].numel() for text in (*texts, *logits_only))
     with stages(name, total, "token") as advance:
         yield lambda tokens, heads: advance(tokens * logits if heads else tokens)
 
@@ -222,6 +233,7 @@ def open_comparison_stage(
 def measure_checkpoint(
     checkpoint: Checkpoint,
     calibration: Calibration,
+    walk: Walk | None,
     stages: ProgressStages,
     rounding: str | None = None,
 ) -> DriftReport:
@@ -229,6 +241,7 @@ def measure_checkpoint(
     loss, in nats per token. If the calibration has long sequences, also the loss by position.
     ``rounding`` is that of the converted model's KV cache.
 
+    A finished ``walk`` to these weights has run the held-out text through all layers already.
     Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
     ones.
     """
@@ -243,10 +256,15 @@ def measure_checkpoint(
         rounding=rounding,
     )
     floor = select_floor_tokens(tokens.held_out)
-    with open_comparison_stage(stages, "measure", source, tokens.held_out, floor) as progress:
-        size = choose_sequences_per_chunk(source.device, length)
-        measured = compare_models(source, student, tokens.held_out, size, progress)
-        check_finite([torch.tensor(measured.teacher_loss)], source, None)
+    texts = [floor] if walk else [floor, tokens.held_out]
+    finished = [tokens.held_out] if walk else []
+    with open_comparison_stage(stages, "measure", source, *texts, logits_only=finished) as progress:
+        if walk:
+            measured = walk.measure_drift(lambda compared: progress(compared, True))
+        else:
+            size = choose_sequences_per_chunk(source.device, length)
+            measured = compare_models(source, student, tokens.held_out, size, progress)
+            check_finite([torch.tensor(measured.teacher_loss)], source, None)
         report = make_drift_report(measured, source, student, tokens.held_out, progress=progress)
     count, length = tokens.long.shape
     if not count:

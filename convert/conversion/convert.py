@@ -24,6 +24,7 @@ from kvfold.convert.text.corpus import check_text_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.conversion.calibration import Calibration
+    from kvfold.convert.walk.walk import Walk
 
 
 def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None) -> Conversion:
@@ -76,7 +77,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
             with output.open_shard_writer(plan, journal, stages) as writer:
-                _convert_layers(plan, calibration, journal, writer, stages)
+                walk = _convert_layers(plan, calibration, journal, writer, stages)
             notes |= journal.collect_notes_by_name()
             digests: Mapping[str, str] = writer.digests
             checkpoint.check_unchanged()
@@ -85,9 +86,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
                 digests = {}
+                walk = None  # of the weights before
                 notes["polish"] = polish_checkpoint(plan, calibration, folder, stages)
             record, drift = output.complete_output(
-                plan, calibration, folder, digests, notes, stages
+                plan, calibration, walk, folder, digests, notes, stages
             )
     return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
 
@@ -109,9 +111,12 @@ def _convert_layers(
     journal: Journal,
     writer: ShardWriter,
     stages: ProgressStages,
-) -> None:
+) -> "Walk | None":
     """Convert all layers of the source model in order and write their tensors. A resumed run loads
     the layers in ``journal`` instead of converting them again.
+
+    Returns the finished walk, whose student is what was written; None without text, or if all
+    layers had been converted before.
     """
     if calibration is None:  # the method reads no text, and no training follows
         # Only here: bytes are copied while it imports torch.
@@ -121,19 +126,21 @@ def _convert_layers(
         for index in stages.iterate_over("convert", range(layers), layers, "layer"):
             weights = fit_layer(plan, index).weights
             writer.write(plan.output.encode_layer(index, weights))
-        return
+        return None
     from kvfold.convert.conversion.layers import convert_layer, make_walk
 
     finished = journal.finished_count
     if finished == plan.geometry.layers:
-        return  # only polishing and measuring are left
+        return None  # only polishing and measuring are left
     walk = make_walk(plan, calibration, plan.request.refine, finished)
+    compare = not plan.request.polish  # else the weights change again
     for walk_layer in stages.iterate_over("convert", walk, plan.geometry.layers, "layer"):
         if walk_layer.index < finished:
-            walk_layer.advance_student(journal.read_layer(walk_layer.index))
+            walk_layer.advance_student(journal.read_layer(walk_layer.index), compare)
         else:
             tensors, notes = convert_layer(plan, walk_layer, plan.request.refine)
-            walk_layer.advance_student(tensors)
+            walk_layer.advance_student(tensors, compare)
             writer.write(tensors)
             writer.sync()
             journal.add_layer(notes)
+    return walk

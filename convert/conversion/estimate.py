@@ -100,11 +100,15 @@ def _estimate_stages(
         if stage == "sweep":
             seconds["measure"] += held_out * logits
             continue
+        measured = held_out * logits
         if request.polish:
             steps = count_polish_steps(request.polish, length)
             step_cost = both + (_STEP - 1) * students + _TRAINED_LOGITS * logits
             seconds["polish"] = steps * count_step_tokens(length) * step_cost
-        seconds["measure"] = held_out * (both + students + logits)
+            measured += held_out * (both + students)
+        else:  # layers are compared as they are converted
+            seconds[stage] += (source.layers - finished) * held_out * student
+        seconds["measure"] = measured
         seconds["positions"] = tokens.long.numel() * (both + logits)
     return seconds
 

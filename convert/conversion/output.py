@@ -41,6 +41,7 @@ from kvfold.convert.progress import ProgressStages
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.conversion.calibration import Calibration
+    from kvfold.convert.walk.walk import Walk
 
 
 @contextmanager
@@ -120,6 +121,7 @@ def write_config(plan: Plan, folder: Path) -> None:
 def complete_output(
     plan: Plan,
     calibration: "Calibration | None",
+    walk: "Walk | None",
     folder: Path,
     digests: Mapping[str, str],
     notes: Mapping[str, Any],
@@ -128,8 +130,9 @@ def complete_output(
     """Measure the converted model in ``folder`` and write the remaining files: tokenizer and
     license files, model card, and ``kvfold.json``.
 
-    ``digests`` maps tensors to their known SHA-256, ``notes`` are entries for ``kvfold.json``.
-    Returns the content of ``kvfold.json`` and the drift, which is None without text.
+    ``walk`` is a finished one to the weights that were written, if there is any. ``digests`` maps
+    tensors to their known SHA-256, ``notes`` are entries for ``kvfold.json``. Returns the content
+    of ``kvfold.json`` and the drift, which is None without text.
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
@@ -151,7 +154,7 @@ def complete_output(
             measure_checkpoint,
         )
 
-        drift = measure_checkpoint(checkpoint, calibration, stages, plan.request.cache)
+        drift = measure_checkpoint(checkpoint, calibration, walk, stages, plan.request.cache)
         entries = make_record_entries(calibration, notes, drift)
     record = make_record(plan, entries)
     write_small_file(folder / "README.md", render_model_card(plan, record, drift))

@@ -47,7 +47,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import DriftMeasurement, compare_predictions, sum_squares
+from kvfold.attention.drift.compare import (
+    DriftMeasurement,
+    LayerDrift,
+    compare_batch,
+    compare_predictions,
+    make_layer_drift,
+    sum_squares,
+)
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.errors import InputError
@@ -132,6 +139,7 @@ class Teacher:
                 opened.outputs.clear()
                 opened.attention.clear()
                 opened.calibration.clear()
+        self._calibration.clear()
 
     def _run_layer(self, layer: OpenLayer) -> TeacherLayer:
         """Run ``layer`` on the calibration and held-out sequences, and return it with its outputs
@@ -240,16 +248,19 @@ class Walk:
         self.held_out = embed_tokens(student.stream, teacher.tokens)
         tokens = teacher.calibration_tokens
         self.calibration = [] if tokens is None else embed_tokens(student.stream, tokens)
+        self.drifts: list[LayerDrift] = []
 
     def __iter__(self) -> "Iterator[WalkLayer]":
         """Yield a `WalkLayer` for each layer, in order."""
         for layer in self.teacher.run_layers():
             yield WalkLayer(layer, self)
+        self.calibration.clear()
 
     @torch.no_grad()
     def measure_drift(self, progress: Callable[[int], None] = lambda _: None) -> DriftMeasurement:
-        """Return the drift of the whole student from the teacher on the held-out sequences; call it
-        after the last layer. Calls ``progress`` as `compare_predictions` does.
+        """Return the drift of the whole student from the teacher on the held-out sequences, with
+        that of the layers that were compared (`WalkLayer.advance_student`); call it after the last
+        layer. Calls ``progress`` as `compare_predictions` does.
         """
         source = self.teacher.stream
         student = self.student.stream
@@ -261,7 +272,7 @@ class Walk:
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()
         student.release()
-        return measured
+        return replace(measured, layers=tuple(self.drifts))
 
 
 class WalkLayer:
@@ -280,6 +291,7 @@ class WalkLayer:
         self.inputs = teacher.inputs
         self.held_out = walk.held_out
         self.calibration = walk.calibration
+        self._drifts = walk.drifts
 
     @torch.no_grad()
     def measure_error(self, weights: Any) -> float:
@@ -305,14 +317,28 @@ class WalkLayer:
         return float(error / norm if norm else error)
 
     @torch.no_grad()
-    def advance_student(self, tensors: Mapping[str, Tensor]) -> None:
+    def advance_student(self, tensors: Mapping[str, Tensor], compare: bool = False) -> None:
         """Set the layer's converted ``tensors``, and run the student's residual streams through the
-        layer.
+        layer. With ``compare``, the walk records the drift of the layer.
         """
         self.student.set_layer_tensors(tensors)
         with self.student.stream.open_layer(self.index) as layer:
-            self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
+            if compare:
+                self._drifts.append(self._compare_and_advance(layer))
+            else:
+                self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
             self._advance_calibration(layer)
+
+    def _compare_and_advance(self, layer: OpenLayer) -> LayerDrift:
+        """Run the student's residual streams of the held-out sequences through ``layer``, and
+        return its drift from the teacher's.
+        """
+        errors = []
+        streams = zip(self.teacher.held_out, self.teacher.outputs, strict=True)
+        for chunk, (hidden, output) in enumerate(streams):
+            error, self.held_out[chunk] = compare_batch(output, layer, hidden, self.held_out[chunk])
+            errors.append(error)
+        return make_layer_drift(errors)
 
     @torch.no_grad()
     def advance_student_unchanged(self) -> None:
@@ -350,9 +376,11 @@ def gather_statistics(
 
     ``model`` says where the layer's attention weights are; it is needed for statistics of
     normalized queries and keys, and for attention whose queries and keys cannot be recorded.
-    ``states`` are replaced by the layer's outputs; its attention's outputs are added to
-    ``attention``, if it is given. Raises InputError if these are not finite.
+    ``states`` are replaced by the layer's outputs, in the last layer by those of its attention, as
+    nothing reads what follows. Outputs of the attention are added to ``attention``, if it is given.
+    Raises InputError if outputs are not finite.
     """
+    last = layer.index + 1 == source.layers
     weights = None
     if model is not None and (model.qk_norm is not None or not model.family.attention.shown):
         weights = read_attention_weights(model, layer.index, source.read)
@@ -360,7 +388,7 @@ def gather_statistics(
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
         with source.use_training_precision():
-            output = layer(hidden)
+            output = layer(hidden, whole=not last)
         if output.query is None and model is not None and weights is not None:
             output = compute_queries_and_keys(
                 output, weights, model, layer.index, layer.arguments(hidden)
@@ -370,7 +398,7 @@ def gather_statistics(
             inputs = output.attention_input.flatten(0, -2)
         if attention is not None:
             attention.append(output.attention.cpu())
-        states[chunk] = output.states.cpu()
+        states[chunk] = (output.attention if last else output.states).cpu()
     statistics = accumulator.average_batches()
     check_finite(states, source, layer.index)
     return statistics, inputs
