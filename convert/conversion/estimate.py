@@ -18,6 +18,7 @@ from kvfold.convert.conversion.splits import (
     TRIAL_CALIBRATION,
     TRIAL_HELD_OUT,
     TRIAL_LAYERS,
+    TRIAL_SURVEYED,
     choose_slots_of_all_layers,
 )
 from kvfold.convert.formatting import format_duration, format_labeled_rows
@@ -87,7 +88,8 @@ def _estimate_stages(
         request = plan.request
         length = request.calibration_length
         if request.to == "mla" and plan.method.reads_text:
-            seconds["survey"] += source.layers * SURVEYED * shared_run
+            surveyed = SURVEYED if request.budget is None else TRIAL_SURVEYED
+            seconds["survey"] += source.layers * surveyed * shared_run
         if request.budget is not None:
             trials = len(list_mla_specs(request, plan.model)) + FINALISTS * bool(request.refine)
             walked = (TRIAL_CALIBRATION + TRIAL_HELD_OUT) * both

@@ -86,8 +86,9 @@ def fold_with_best_groups(
     # losses of pairs.
     unweighted = statistics is layer.statistics
     if unweighted not in layer.pair_losses_cache:
-        moments = compute_layer_moments(layer.weights, statistics, layer.rotary, layer.context)
-        layer.pair_losses_cache[unweighted] = PairLosses(moments)
+        layer.pair_losses_cache[unweighted] = PairLosses(
+            compute_layer_moments(layer.weights, statistics, layer.rotary, layer.context)
+        )
     pairs = layer.pair_losses_cache[unweighted]
     if known is not None:
         partitions = [known]
@@ -95,17 +96,18 @@ def fold_with_best_groups(
         partitions = propose_partitions(pairs, layer.kv_heads)
     else:
         partitions = [group_neighbors(layer.weights.kv_heads, layer.kv_heads)]
+    moments = pairs.head_moments if len(partitions) > 1 else None
     folds = []
     for groups in partitions:
-        weights = fold_heads(pairs.layer_moments, groups, layer.objective)
+        weights = fold_heads(pairs.layer_moments, groups, layer.objective, moments)
         folds.append((layer.measure_error(weights), groups, weights))
     error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:
         return error, groups, weights
     # Use the average divisor of a norm: exact for identical heads, unlike least squares.
     averaged = replace(statistics, normed=None)
-    moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
-    other = fold_heads(moments, groups, layer.objective)
+    other_moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
+    other = fold_heads(other_moments, groups, layer.objective)
     other_error = layer.measure_error(other)
     if other_error < error:
         return other_error, groups, other

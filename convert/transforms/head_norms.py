@@ -56,6 +56,8 @@ class LinearizedNorm(TensorDataclass):
         """The map ``rows`` plus the norm's bias, ``[n, D, F]``: it maps inputs ``[x; 1]`` to
         queries or keys as they are after an average norm.
         """
+        if self.norm is None:
+            return self.rows
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
 

@@ -58,7 +58,7 @@ def compute_covariance_root(moment: Tensor) -> Tensor:
     moment ``[E+1, E+1]`` (`compute_input_moment`).
     """
     mean = moment[-1, :-1]
-    root: Tensor = torch.linalg.cholesky(moment[:-1, :-1] - torch.outer(mean, mean))
+    root: Tensor = torch.linalg.cholesky(torch.addr(moment[:-1, :-1], mean, mean, alpha=-1))
     return root
 
 
@@ -85,8 +85,11 @@ def append_bias(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.
     """Return ``weight [n, D, E]`` in ``dtype`` with ``bias [n, D]`` (or zeros) appended as a last
     column, ``[n, D, E+1]``.
     """
-    column = weight.new_zeros(weight.shape[:-1]) if bias is None else bias
-    return torch.cat((weight.to(dtype), column[..., None].to(weight.device, dtype)), -1)
+    *shape, width = weight.shape
+    rows = torch.empty(*shape, width + 1, dtype=dtype, device=weight.device)
+    rows[..., :-1] = weight
+    rows[..., -1] = 0 if bias is None else bias
+    return rows
 
 
 def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
@@ -222,9 +225,13 @@ def fit_output_projection(present: Tensor, gram: Tensor, cross: Tensor) -> Tenso
     the mean energy of the dims of ``z``. The solution is
 
         W = (cross + OUTPUT_RIDGE e present) (gram + OUTPUT_RIDGE e I)^-1
+
+    Of many heads, it is computed in float32, whose rounding the ridge outweighs.
     """
-    damped, ridge = _add_ridge(gram, OUTPUT_RIDGE)
-    return torch.cholesky_solve((cross + ridge * present).mT, torch.linalg.cholesky(damped)).mT
+    dtype = choose_moment_dtype(len(gram))
+    damped, ridge = _add_ridge(gram.to(dtype), OUTPUT_RIDGE)
+    wanted = cross.to(dtype) + ridge * present.to(dtype)
+    return torch.cholesky_solve(wanted.mT, torch.linalg.cholesky(damped)).mT
 
 
 def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:

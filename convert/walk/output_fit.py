@@ -87,9 +87,9 @@ def compute_token_weights(*residuals: Tensor) -> Tensor:
     return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
 
 
-# One row per token, in float32 or wider: the heads' results ``[N, n]``, the target of their
-# projection ``[N, E]``, and weights ``[N]``.
-_Regression = tuple[Tensor, Tensor, Tensor]
+# One row per token, in float32 or wider: the heads' results ``[N, n]``, their present projection
+# and its target, both ``[N, E]``, and weights ``[N]``.
+_Regression = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -137,9 +137,9 @@ def _yield_regressions(
     update: AttentionUpdate,
     chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> Iterator[_Regression]:
-    """Yield for each chunk of sequences the heads' results ``[N, n]``, the targets ``[N, E]`` of
-    their projection, or of the norm behind it, and token weights ``[N]``. Yields nothing if the
-    recorded results do not explain the attention output.
+    """Yield for each chunk of sequences the heads' results ``[N, n]``, the present attention output
+    ``[N, E]``, its target, or that of the norm behind it, and token weights ``[N]``. Yields nothing
+    if the recorded results do not explain the attention output.
 
     A chunk has the teacher's residual stream before the layer, its attention's output, and the
     student's residual stream.
@@ -169,7 +169,8 @@ def _yield_regressions(
         student_before = student_before.to(wide)
         weight = compute_token_weights(after, student_before).square()
         target = (after - student_before) / update.scale
-        yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
+        present_output = output.attention.to(wide).flatten(0, 1)
+        yield heads.flatten(0, 1), present_output, target.flatten(0, 1), weight.flatten()
 
 
 def _sum_regressions(
@@ -185,9 +186,9 @@ def _sum_regressions(
     gram = present.new_zeros(count, count)
     cross = torch.zeros_like(present)
     total = present.new_zeros(())
-    for heads, target, weight in regressions:
+    for heads, output, target, weight in regressions:
         if update.norm is not None:
-            target, weight = update.undo_norm(layer, heads @ present.to(heads).mT, target, weight)
+            target, weight = update.undo_norm(layer, output, target, weight)
         # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds.
         # Weights may come near the end of its range.
         largest = weight.max().clamp_min(torch.finfo(weight.dtype).tiny)
@@ -212,16 +213,13 @@ def _fit_if_better(
     ``held_out`` is not below that of ``present``.
     """
     fitted = fit_output_projection(present, gram, cross)
+    change = fitted - present
     gain = 0.0
     # One chunk is in memory at a time.
-    for heads, target, weight in held_out:
+    for heads, output, target, weight in held_out:
         before, after = (
-            (target - update.apply_norm(layer, heads @ output.to(heads).mT))
-            .square()
-            .sum(1)
-            .double()
-            @ weight.double()
-            for output in (present, fitted)
+            (target - update.apply_norm(layer, attention)).square().sum(1).double()
+            for attention in (output, output + heads @ change.to(heads).mT)
         )
-        gain += float(before - after)
+        gain += float((before - after) @ weight.double())
     return fitted if gain > 0 else None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold.heads import (
+    GroupMoments,
     apply_metric_root,
     compute_score_errors_and_energies,
     fit_scores,
@@ -44,17 +45,21 @@ class PairLosses:
     layer_moments: LayerMoments
 
     @cached_property
+    def head_moments(self) -> GroupMoments:
+        """The second moments of all heads, computed at first use."""
+        return self.layer_moments.measure_heads(range(self.layer_moments.weights.kv_heads))
+
+    @cached_property
     def loss_estimates(self) -> list[Tensor]:
-        """Three estimates of the loss if two KV heads share one: matrices ``[G, G]``, symmetric,
+        """Two estimates of the loss if two KV heads share one: matrices ``[G, G]``, symmetric,
         diagonal 0, as shares of the energy.
 
-        They weight the score errors by the energy of the head's values, by the inverse of its score
-        energy, or by the square root of the value energy. The error of the values, measured in the
-        layer's output, is added to each. Computed at first use, because a single candidate does not
-        need them.
+        They weight the score errors by the energy of the head's values, or by the inverse of its
+        score energy. The error of the values, measured in the layer's output, is added to each.
+        Computed at first use, because a single candidate does not need them.
         """
         moment = self.layer_moments.moment
-        moments = self.layer_moments.head_moments
+        moments = self.head_moments
         heads = len(moments.keys)
         pairs = torch.combinations(torch.arange(heads, device=moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
@@ -75,7 +80,7 @@ class PairLosses:
         varying = (value_energy - constant).clamp(min=0)
         value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []
-        for emphasis in (varying, 1 / score_energy.clamp(min=TINY), varying.sqrt()):
+        for emphasis in (varying, 1 / score_energy.clamp(min=TINY)):
             total = (score_energy * emphasis).sum().clamp(min=TINY)
             score = score_lost * emphasis / total
             losses.append(value_lost + (score + score.mT))
@@ -86,7 +91,7 @@ class PairLosses:
         queries ``[2]``, their score energies ``[2]``, and the error of their values. ``roots [G, D,
         D]`` are the square roots of the heads' metrics.
         """
-        group = self.layer_moments.head_moments.select_heads(pair)
+        group = self.head_moments.select_heads(pair)
         losses = compute_score_errors_and_energies(
             fit_scores(share_keys(group), group, PAIR_ROUNDS), group
         )

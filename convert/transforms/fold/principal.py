@@ -87,7 +87,9 @@ class LayerMoments:
     moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
     keys, queries: the average linear maps of the projections and their norms
     values: ``[G, D, F]``
-    head_moments: of the queries, keys and values of all heads
+    white_keys, white_values: ``[G, D, F]``, projections of whitened inputs
+    query_moments: ``[H, D, D]``
+    phi, metric: as in `GroupMoments`, of all heads
     """
 
     weights: AttentionWeights
@@ -96,7 +98,25 @@ class LayerMoments:
     keys: LinearizedNorm
     queries: LinearizedNorm
     values: Tensor
-    head_moments: GroupMoments
+    white_keys: Tensor
+    white_values: Tensor
+    query_moments: Tensor
+    phi: Tensor
+    metric: Tensor
+
+    def measure_heads(self, heads: Sequence[int]) -> GroupMoments:
+        """Return the moments of the KV heads ``heads`` and of the query heads that read them."""
+        repeat = self.weights.heads // self.weights.kv_heads
+        chosen = list(heads)
+        readers = [head * repeat + index for head in chosen for index in range(repeat)]
+        return GroupMoments(
+            keys=compute_moments_between_heads(self.white_keys[chosen]),
+            queries=self.query_moments[readers],
+            values=compute_moments_between_heads(self.white_values[chosen]),
+            phi=self.phi[readers],
+            metric=self.metric[chosen],
+            pairs=self.rotary.dims // 2,
+        )
 
 
 def compute_layer_moments(
@@ -109,8 +129,8 @@ def compute_layer_moments(
     model's limit, or the layer's window); 0 means the length of the calibration text.
     """
     moment = compute_input_moment(statistics)
-    root = compute_covariance_root(moment)
-    dtype = choose_moment_dtype(len(root))
+    dtype = choose_moment_dtype(len(moment) - 1)
+    root = compute_covariance_root(moment).to(dtype)
     moment = moment.to(dtype)
     keys = linearize_norm(append_bias(weights.k, weights.k_bias, dtype), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
@@ -125,26 +145,34 @@ def compute_layer_moments(
         return whiten_inputs(rows, root, moment[-1], dtype)
 
     amplitudes = rotary.expand_amplitude(keys.rows)
-    white_queries = whiten(amplitudes * queries.affine)
+    white_queries = whiten(queries.affine).mul_(amplitudes)
     # Without an output bias, the values' bias is part of the fit (_fold_value_biases).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias, dtype)
     phi = average_dim_rotations(statistics.profile, context, rotary, weights.head_dim)
-    head_moments = GroupMoments(
-        keys=compute_moments_between_heads(whiten(amplitudes * keys.affine)),
-        queries=white_queries @ white_queries.mT,
-        values=compute_moments_between_heads(whiten(values)),
+    return LayerMoments(
+        weights=weights,
+        rotary=rotary,
+        moment=moment,
+        keys=keys,
+        queries=queries,
+        values=values,
+        white_keys=whiten(keys.affine).mul_(amplitudes),
+        white_values=whiten(values),
+        query_moments=white_queries @ white_queries.mT,
         phi=phi.to(dtype.to_complex()),
         metric=compute_output_metric(weights.o.to(dtype), weights.kv_heads),
-        pairs=rotary.dims // 2,
     )
-    return LayerMoments(weights, rotary, moment, keys, queries, values, head_moments)
 
 
 def fold_heads(
-    layer_moments: LayerMoments, groups: Groups, objective: Objective = SCORES
+    layer_moments: LayerMoments,
+    groups: Groups,
+    objective: Objective = SCORES,
+    head_moments: GroupMoments | None = None,
 ) -> AttentionWeights:
     """Fold a layer's ``G`` KV heads to ``len(groups)`` shared heads; ``groups[i]`` lists the source
-    heads that shared head ``i`` replaces, equally many in each group.
+    heads that shared head ``i`` replaces, equally many in each group. ``head_moments`` are those of
+    all heads, if they are known.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again
     reads KV head ``h // (H // len(groups))``. Returned in float32 on the device of the weights.
@@ -162,7 +190,10 @@ def fold_heads(
         queries=layer_moments.queries[q],
         values=layer_moments.values[kv],
     )
-    group_moments = [layer_moments.head_moments.select_heads(group) for group in groups]
+    group_moments = [
+        head_moments.select_heads(group) if head_moments else layer_moments.measure_heads(group)
+        for group in groups
+    ]
     folded = _fold_keys_and_queries(
         ordered, [objective.fit_key_head(group) for group in group_moments]
     )
@@ -184,10 +215,9 @@ def _fold_keys_and_queries(
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
-    pair = torch.eye(layer_moments.head_moments.pairs, device=source.q.device).to(
-        layer_moments.moment
-    )
-    still = source.head_dim - layer_moments.rotary.dims
+    rotated = layer_moments.rotary.dims
+    pair = torch.eye(rotated // 2, device=source.q.device).to(layer_moments.moment)
+    still = source.head_dim - rotated
     blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
         pair.repeat(2, 2), pair.new_ones(still, still)
     )
@@ -217,14 +247,14 @@ def merge_key_and_query_heads(
     and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
     """
     groups = len(encode)
-    merged = merge_heads(encode, torch.cat([keys.rows, keys.constant[..., None]], -1))
-    k = merged[..., :-1]
+    k = merge_heads(encode, keys.rows)
     k_norm = keys.norm
     if k_norm is not None:
         gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
         rms = torch.unflatten(keys.divisor, 0, (groups, -1)).mean(1)
         k, shortfall = _solve_projection_and_shortfall(k, k_norm, gain, rms, moment)
-        k_norm = _replace_norm_weights(k_norm, gain, merged[..., -1] / shortfall[:, None])
+        constant = merge_heads(encode, keys.constant[..., None])[..., 0]
+        k_norm = _replace_norm_weights(k_norm, gain, constant / shortfall[:, None])
         # Queries that read a shared key compensate for its shortfall.
         decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
     q = decode.mT @ queries.rows
@@ -283,8 +313,10 @@ def _fold_values(
     blocks = layer_moments.values.new_ones(source.head_dim, source.head_dim)
     encode, decode = _balance_row_norms(heads, layer_moments.values, blocks)
     decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
-    merged = merge_heads(encode, append_bias(source.v, source.v_bias, encode.dtype))
-    v, v_bias = split_bias(merged, source.v_bias is not None)
+    v = merge_heads(encode, layer_moments.values)[..., :-1]
+    v_bias = source.v_bias
+    if v_bias is not None:
+        v_bias = merge_heads(encode, v_bias.to(v)[..., None])[..., 0]
     output = (source.o.to(decode).transpose(0, 1) @ decode).transpose(0, 1)
     folded = replace(folded, v=v, v_bias=v_bias, o=output)
     return _fold_value_biases(source, folded, layer_moments.moment[-1, :-1].double())
@@ -301,12 +333,18 @@ def _balance_row_norms(
     """
     encode = torch.stack([head.encode for head in heads]).to(projections)
     decode = torch.stack([head.decode for head in heads]).to(projections)
-    before = (projections.square().sum(-1) @ blocks).sqrt()
+    before = (_sum_row_squares(projections) @ blocks).sqrt()
     before = torch.unflatten(before, 0, encode.shape[:2]).mean(1)
-    after = (merge_heads(encode, projections).square().sum(-1) @ blocks).sqrt()
+    after = (_sum_row_squares(merge_heads(encode, projections)) @ blocks).sqrt()
     # Leave all-zero rows unchanged.
     factor = torch.where((before > 0) & (after > 0), before / after, 1.0)
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
+
+
+def _sum_row_squares(rows: Tensor) -> Tensor:
+    """Return the squared norms ``[n, D]`` of ``rows [n, D, F]``, without a copy of their size."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.square()
 
 
 def _fold_value_biases(
