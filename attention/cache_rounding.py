@@ -85,10 +85,9 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]
         bits = 0
         for layer in self.layers:
             if layer.keys is not None:
-                extra = 0 if self.rope_dim is None else layer.values.shape[-1] - self.rope_dim
-                divisors = layer.values[..., :extra].numel()
-                elements = layer.keys.numel() + layer.values.numel() - divisors
-                bits += elements * CACHE_BITS[self.rounding] + 16 * divisors
+                values = layer.values[..., : self.rope_dim].numel()
+                bits += (layer.keys.numel() + values) * CACHE_BITS[self.rounding]
+                bits += (layer.values.numel() - values) * 16
         return bits
 
 

@@ -118,9 +118,9 @@ class SelfAttention(nn.Module):
         result = self.output_dropout(self.o_proj(outputs.flatten(2)))
         return result if residual is None else residual + result, weights
 
-    def rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:
+    def rotate(self, x: Tensor, positions: Any) -> Tensor:
         """Apply the rotary embedding, if the layer has one, to ``x [B, heads, T, D]``."""
-        return x if self.rotation is None or positions is None else self.rotation(x, positions)
+        return x if self.rotation is None else self.rotation(x, positions)
 
 
 class GroupedSelfAttention(SelfAttention):

@@ -65,7 +65,7 @@ class PositionRangeDrift:
 
 
 class PredictionFigures(NamedTuple, Generic[Figure]):
-    """What `sum_prediction_drift` measures at each position; also sums and means of it.
+    """What `measure_prediction_drift` measures at each position; also sums and means of it.
 
     kl: KL(p || p') between next-token distributions, in nats
     agreement: 1 where the same token is most likely
@@ -210,27 +210,22 @@ def compare_predictions(
             f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
             " compare models with the same tokenizer and vocabulary size"
         )
-    bounds = split_positions(batches[0].shape[1])
-    sums = []
+    by_batch = []
     for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
-        by_stretch = torch.zeros(
-            len(bounds), len(PredictionFigures._fields), len(tokens), dtype=torch.float64
-        )
-        for stretch, (first, last) in enumerate(bounds):
-            span = slice(first - 1, last - 1)
-            for block in split_logits(hidden[:, span], vocabulary, teacher.device):
-                logits = teacher.compute_logits(hidden[:, span][block])
-                others = student.compute_logits(student_hidden[:, span][block])
-                targets = labels[:, span][block]
-                drift = sum_prediction_drift(logits, others.to(logits.device), targets)
-                by_stretch[stretch][:, block[0]] += drift.cpu()
-                progress(targets.numel())
-        sums.append(by_stretch)
-    by_stretch = torch.cat(sums, 2)  # [stretches, figures, N]
+        measured = torch.empty(len(PredictionFigures._fields), *labels.shape, dtype=torch.float64)
+        # the last position has no next token
+        for block in split_logits(hidden[:, :-1], vocabulary, teacher.device):
+            logits = teacher.compute_logits(hidden[:, :-1][block])
+            others = student.compute_logits(student_hidden[:, :-1][block]).to(logits.device)
+            measured[:, *block] = measure_prediction_drift(logits, others, labels[block]).cpu()
+            progress(labels[block].numel())
+        by_batch.append(measured)
+    by_position = torch.cat(by_batch, 1)  # [figures, N, T - 1]
     stretches = []
-    for (first, last), values in zip(bounds, by_stretch, strict=True):
-        figures = PredictionFigures(*(values / (last - first)))  # [N] each
+    for first, last in split_positions(batches[0].shape[1]):
+        span = by_position[..., first - 1 : last - 1]
+        figures = PredictionFigures(*span.mean(-1))  # [N] each
         drift_of_range = PositionRangeDrift(
             start=first,
             end=last,
@@ -241,7 +236,7 @@ def compare_predictions(
             sequences=len(figures.kl),
         )
         stretches.append(drift_of_range)
-    figures = PredictionFigures(*(by_stretch.sum(0) / labels.shape[1]))
+    figures = PredictionFigures(*by_position.mean(-1))
     means: dict[str, Any] = {
         name: float(values.mean()) for name, values in figures._asdict().items()
     }
@@ -297,10 +292,9 @@ def compute_kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
-def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Return the sums over positions of each of `PredictionFigures` by sequence, ``[figures, B]``
-    in float64, for the teacher's ``logits`` and the student's ``other``. Logits are ``[B, T, V]``,
-    ``labels [B, T]``.
+def measure_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+    """Return each of `PredictionFigures` by position, ``[figures, B, T]`` in float64, for the
+    teacher's ``logits`` and the student's ``other``. Logits are ``[B, T, V]``, ``labels [B, T]``.
     """
     log_p = _cast_to_float32(logits).log_softmax(-1)
     log_q = _cast_to_float32(other).log_softmax(-1)
@@ -310,7 +304,7 @@ def sum_prediction_drift(logits: Tensor, other: Tensor, labels: Tensor) -> Tenso
         teacher_loss=-log_p.gather(-1, labels[..., None])[..., 0],
         student_loss=-log_q.gather(-1, labels[..., None])[..., 0],
     )
-    return torch.stack([values.sum(-1, dtype=torch.float64) for values in by_position])
+    return torch.stack([values.double() for values in by_position])
 
 
 def compute_margin(values: Tensor) -> float | None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.blocked import AttentionScores
-from kvfold.attention.checks import expect_groups, expect_shape
 from kvfold.attention.mask import Visibility
 
 
@@ -35,27 +34,16 @@ def sum_attention_by_distance_and_key(
     so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. ``window`` is the number of keys
     that a query sees, including its own; ``softcap`` is Gemma 2's. ``sinks [H]`` are the scores of
     an additional key without a value (gpt-oss): neither result includes its share of each row, and
-    ``p`` is rescaled to sum to 1. Raises ValueError for incompatible shapes.
+    ``p`` is rescaled to sum to 1.
     """
-    expect_shape("query", query, "B H T D", {})
-    batch, heads, length, dim = query.shape
-    expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
+    batch, heads, length, _ = query.shape
     groups = key.shape[1]
-    expect_groups(groups, heads)
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = torch.unflatten(query.to(wide), 1, (groups, -1))
     rule = Visibility(window=window)
     scores = AttentionScores((grouped,), (key.to(wide),), scale, rule, softcap=softcap, sinks=sinks)
-    share = heads // groups
-    total = torch.zeros(
-        batch,
-        groups,
-        share,
-        2 * length,
-        dtype=torch.float64,
-        device=query.device,
-    )
-    received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
+    total = query.new_zeros(batch, groups, heads // groups, 2 * length, dtype=torch.float64)
+    received = query.new_zeros(batch, groups, length, dtype=torch.float64)
     for block in scores.split_into_blocks(buffers=2):
         weights = scores.compute_weights(block)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals

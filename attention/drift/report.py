@@ -184,9 +184,7 @@ def make_drift_report(
         exact = torch.float64 if coarse == torch.float32 else torch.float32
         some = select_floor_tokens(tokens)
         reference = source.to(dtype=exact)
-        lowest = compare_models(
-            reference, make_layer_stream(source, dtype=coarse), some, len(some), progress
-        )
+        lowest = compare_models(reference, source.to(dtype=coarse), some, len(some), progress)
     return DriftReport(
         **vars(measured),
         sequences=tokens.shape[0],

@@ -88,8 +88,7 @@ def make_layer_stream(
     """
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
-    same_device = device is None or torch.device(device) == model.device
-    if same_device and dtype in (None, model.dtype):
+    if device is None and dtype is None:
         return model
     return model.to(device=device, dtype=dtype)
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from kvfold.attention.drift.compare import (
     PredictionFigures,
+    measure_prediction_drift,
     split_logits,
-    sum_prediction_drift,
 )
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.progress import ProgressStages
@@ -215,8 +215,8 @@ class PolishTask(TrainingTask):
             for block in split_logits(hidden, self.stream.vocabulary, hidden.device):
                 logits = self.stream.compute_logits(hidden[block])
                 teacher_logits = self.stream.compute_logits(expected[block])
-                drift = sum_prediction_drift(teacher_logits, logits, labels[block])
-                sums += drift.sum(1).cpu()
+                drift = measure_prediction_drift(teacher_logits, logits, labels[block])
+                sums += drift.sum((1, 2)).cpu()
         figures = PredictionFigures(*(sums / tokens[:, 1:].numel()).tolist())
         return {
             "kl": figures.kl,

@@ -100,6 +100,7 @@ def refine_layer(
             teacher.layer,
             zip(teacher.calibration, teacher.attention, walk_layer.calibration, strict=True),
         )
+    count = sum(len(chunk.inputs) for chunk in training.chunks)
     attention = [output.attention for output in teacher.outputs]
     chunks = zip(teacher.held_out, attention, walk_layer.held_out, strict=True)
     held_out = make_examples(settings.update, teacher.layer, chunks)
@@ -118,7 +119,7 @@ def refine_layer(
             # Each layer has its own order of the sequences.
             seed = settings.seed * 1_000_003 + walk_layer.index
             size = choose_refine_batch_size(training.chunks[0].inputs.shape[1])
-            *_, result = train(task, draw_batches(training.count, size, seed), REFINE_ROUND)
+            *_, result = train(task, draw_batches(count, size, seed), REFINE_ROUND)
             # The optimizer and its hooks refer to each other: gigabytes would stay.
             del task
             gc.collect()
@@ -238,12 +239,10 @@ class RefineExamples:
 
     chunks  the sequences in the walk's chunks
     energy  the weighted mean square of the teacher's attention update
-    count   the number of sequences
     """
 
     chunks: list[ExampleChunk]
     energy: float
-    count: int
 
 
 @torch.no_grad()
@@ -256,7 +255,7 @@ def make_examples(
     output, and the student's residual stream; ``update`` is the teacher's.
     """
     examples: list[ExampleChunk] = []
-    sums = torch.zeros(3, dtype=torch.float64)
+    energy = 0.0
     device = next(iter(layer.tensors.values())).device
     # Every step draws from all chunks: they stay on the device.
     for inputs, attention, student_inputs in (
@@ -270,6 +269,5 @@ def make_examples(
         weights = compute_token_weights(residual + added, student_residual)
         targets = (added + (residual - student_residual)).to(student_inputs.dtype)
         examples.append(ExampleChunk(student_inputs, targets, weights))
-        energy = float(sum_squares(added * weights))
-        sums += torch.tensor([energy, targets.numel(), len(targets)], dtype=torch.float64)
-    return RefineExamples(examples, float(sums[0] / sums[1]), int(sums[2]))
+        energy += float(sum_squares(added * weights))
+    return RefineExamples(examples, energy / sum(chunk.targets.numel() for chunk in examples))

@@ -131,13 +131,13 @@ def linearize_norms(
     """
     if not has_norms(weights):
         return weights
-    rows = append_bias(weights.q, weights.q_bias)
-    constant = weights.q_bias is not None
-    q, q_bias = _fit_linear_map(rows, weights.q_norm, statistics, slice(weights.heads), constant)
-    rows = append_bias(weights.k, weights.k_bias)
-    constant = key_constant or weights.k_bias is not None
+    q, q_bias = _fit_linear_map(
+        weights.q, weights.q_bias, weights.q_norm, statistics, slice(weights.heads)
+    )
     keys = slice(weights.heads, None)
-    k, k_bias = _fit_linear_map(rows, weights.k_norm, statistics, keys, constant)
+    k, k_bias = _fit_linear_map(
+        weights.k, weights.k_bias, weights.k_norm, statistics, keys, key_constant
+    )
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 
@@ -160,13 +160,22 @@ def linearize_norms_by_divisors(
 
 
 def _fit_linear_map(
-    rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: HeadNorm | None,
+    statistics: LayerStatistics,
+    heads: slice,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the weight ``[n, D, E]`` and the bias ``[n, D]`` of the linear map closest to the
-    projection ``rows [n, D, E+1]`` followed by ``norm``; those of ``rows`` if it is None.
+    projection ``weight [n, D, E]`` plus ``bias [n, D]`` followed by ``norm``; those of the
+    projection if it is None.
 
-    ``heads`` selects these heads in the statistics. Without ``constant`` there is no bias.
+    ``heads`` selects these heads in the statistics. Without ``bias`` and ``constant`` there is no
+    bias.
     """
+    rows = append_bias(weight, bias)
+    constant = constant or bias is not None
     if norm is None:
         return split_bias(rows, constant)
     start = _divide_by_constant(rows, norm, statistics, heads).affine

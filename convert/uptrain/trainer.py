@@ -20,8 +20,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.compare import (
     PredictionFigures,
+    measure_prediction_drift,
     split_logits,
-    sum_prediction_drift,
 )
 from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -258,7 +258,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     def _forward(self, input_ids: Tensor, teacher_states: Tensor | None) -> Tensor:
         """The forward pass of the trained model instead of its class's, which returns all logits:
         return the summed loss of ``input_ids [B, T]`` in training, and else the sums of
-        `sum_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the
+        `measure_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the
         model is compared with itself.
         """
         # The last position has no next token and does not count.
@@ -276,7 +276,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             if self._teacher_head is not None and teacher_states is not None:
                 expected = self._teacher_head.compute_logits(teacher_states[block])
                 expected = expected[..., : logits.shape[-1]]
-            sums[block[0]] += sum_prediction_drift(expected, logits, labels[block]).T
+            drift = measure_prediction_drift(expected, logits, labels[block])
+            sums[block[0]] += drift.sum(-1).T
         return sums
 
     def _list_head_weights(self) -> list[Tensor]:

@@ -23,6 +23,7 @@ from kvfold.convert.transforms.linalg import (
     average_rotations,
     decompose_symmetric,
     multiply_pairs,
+    solve_damped,
 )
 
 # Excess loss on held-out text, nats per token (measured by a script in git history, 2026-11-22
@@ -104,7 +105,7 @@ class RotationMoments:
 
         ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``,
         biases included. A softmax over positions sees only the variation of constant keys with
-        distance. Rows behind the rotary ones do not rotate, and may be left out.
+        distance.
         """
         means = left_mean[..., :, None] * right_mean[..., None, :]
         return self._rotate_by_mean(product) + self._add_covariance(product + means)
@@ -257,8 +258,7 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
     down = torch.cat([factors.down[:rope], latent])
     linear = down[:, :-1]
     mean = down[:, -1]
-    moment = linear @ linear.mT
-    rotary = problem.same.rotate_moment(moment[:rope], mean[:rope], mean)  # E[y y^T], [H, P, n]
+    gram = problem.same.rotate_moment(linear @ linear.mT, mean, mean)  # E[y y^T], [H, n, n]
     products = _multiply(problem.keys, linear.mT).mT  # [G, n, D]
     times = projections.query_heads_per_kv_head
     cross = problem.cross.rotate_moment(  # E[y k^T], [H, n, D]
@@ -266,43 +266,20 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
     )
     return LatentFactors(
         down=down,
-        up_keys=_solve_key_regression(present, rotary, moment[rope:, rope:], cross.mT),
+        up_keys=_solve_key_regression(present, gram, cross.mT),
         up_values=_multiply(problem.values, problem.multiply_value_moment(linear[rope:])),
     )
 
 
-def _solve_key_regression(present: Tensor, rotary: Tensor, latent: Tensor, cross: Tensor) -> Tensor:
-    """Return ``W [H, D, P + R]`` with ``W gram = cross [H, D, P + R]`` for each head, damped toward
-    ``present``; directions without energy do not change.
-
-    ``gram = [rotary; rotary'^T latent]``: the rows ``rotary [H, P, P + R]`` differ from head to
-    head, ``latent [R, R]`` does not, because a latent does not rotate. So it is factored once, and
-    each head solves for its rotary rows with the Schur complement of ``latent``.
+def _solve_key_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+    """Return ``W [H, D, P + R]`` with ``W gram = cross [H, D, P + R]`` for each head's ``gram [H, P
+    + R, P + R]``, damped toward ``present``; directions without energy do not change.
     """
-    heads, rope, _ = rotary.shape
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
-    scale = torch.cat([_measure_scale(rotary), _measure_scale(latent).expand(heads, -1)], -1)[
-        :, None
-    ]
-    to_rotary = present[..., :rope]
-    to_latent = present[..., rope:]
-    residual = cross - to_rotary @ rotary
-    residual[..., :rope] -= to_latent @ rotary[..., rope:].mT
-    residual[..., rope:] -= to_latent @ latent
-    residual = (residual / scale).mT
-    rotary = rotary / (scale[..., :rope].mT * scale)
-    side = rotary[..., rope:]
-    unit = scale[0, :, rope:]
-    factor = torch.linalg.cholesky(_damp(latent / (unit.mT * unit)))
-    right = torch.cat([side.mT, residual[:, rope:]], -1)  # [H, R, P + D]
-    solved = torch.cholesky_solve(right.transpose(0, 1).flatten(1), factor)
-    solved = torch.unflatten(solved, 1, (heads, -1)).transpose(0, 1)
-    from_side = solved[..., :rope]
-    from_residual = solved[..., rope:]
-    schur = _damp(rotary[..., :rope]) - side @ from_side
-    for_rotary = torch.linalg.solve(schur, residual[:, :rope] - side @ from_residual)
-    step = torch.cat([for_rotary, from_residual - from_side @ for_rotary], 1)
-    return present + step.mT / scale
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)[:, None]
+    residual = ((cross - present @ gram) / scale).mT
+    return present + solve_damped(gram / (scale.mT * scale), residual, ALS_DAMPING).mT / scale
 
 
 def _multiply(rows: Tensor, columns: Tensor) -> Tensor:
@@ -317,18 +294,6 @@ def _multiply_heads(left: Tensor, right: Tensor) -> Tensor:
     """
     product = left.to(right).transpose(0, 1).flatten(1) @ right.flatten(0, 1)
     return product.to(left)
-
-
-def _measure_scale(gram: Tensor) -> Tensor:
-    """Return the roots of the diagonal of ``gram [..., n, m]``, ``[..., n]``; 1 where it is 0."""
-    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    return torch.where(scale > 0, scale, 1.0)
-
-
-def _damp(gram: Tensor) -> Tensor:
-    """Return ``gram [..., n, n]`` with `ALS_DAMPING` added to its diagonal."""
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return gram + ALS_DAMPING * identity
 
 
 def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) -> LatentFactors:
@@ -351,12 +316,8 @@ def _solve_down_projection(problem: LatentLeastSquares, factors: LatentFactors) 
     linear = factors.down[:, :-1]
     means = factors.down[:, -1]
     weighted = factors.up_keys.mT @ problem.query_weight  # [H, n, D]
-    # Rotation acts on the rotary rows; the rest of V is the same sum for all heads.
-    V = _multiply_heads(weighted, factors.up_keys)
-    M = torch.zeros_like(V)
-    parts = problem.same.compute_gradient_factors(weighted[:, :rope] @ factors.up_keys)
-    V[:rope], M[:rope] = (part.sum(0) for part in parts)
-    V[rope:, :rope] = V[:rope, rope:].mT
+    parts = problem.same.compute_gradient_factors(weighted @ factors.up_keys)
+    V, M = (part.sum(0) for part in parts)
     parts = problem.cross.compute_gradient_factors(weighted)
     of_keys, of_means = (
         torch.unflatten(part, 0, (-1, projections.query_heads_per_kv_head)).sum(1) for part in parts

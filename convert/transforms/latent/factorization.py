@@ -61,8 +61,8 @@ from kvfold.convert.transforms.weights import (
     make_blank_statistics,
 )
 
-# The least energy and the least cost of a channel relative to the largest, in `balance_channels`:
-# what is below is lost to rounding errors of float32. Chosen.
+# The least cost of a channel relative to the largest, in `balance_channels`: what is below is lost
+# to rounding errors of float32. Chosen.
 _FAINTEST = 1e-10
 
 
@@ -104,24 +104,21 @@ def factor_layer(
     gains = compute_pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     rows = _stack_key_and_value_rows(projections, queries, split[2], gains)
-    center = None
-    if centered:
-        down, readout = compute_principal_basis(rows, rank, dtype)
-        down = pad(down, (0, 1))
-    else:
+    center = torch.zeros_like(mean[:-1])
+    if not centered:
         # Without a bias, a latent also carries the means.
         center = torch.linalg.solve_triangular(root, mean[:-1, None], upper=False)[:, 0]
-        down, readout = compute_principal_basis(
-            torch.cat([rows, (rows @ center)[:, None]], 1), rank, dtype
-        )
-        readout = readout[:-1] + torch.outer(center, readout[-1])
-        down[:, -1] = down[:, :-1] @ center
+    basis = compute_principal_basis(torch.cat([rows, (rows @ center)[:, None]], 1), rank, dtype)
+    linear = basis[:, :-1]
+    down = torch.cat([linear, (linear @ center)[:, None]], 1)
+    readout = linear.mT + torch.outer(center, basis[:, -1])
     factors = _join_factors(projections, split, gains, down, readout)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
+        explained = None if centered else center
         factors = als.alternate_least_squares(
-            projections, queries, center, slots.theta, distances, factors, dtype
+            projections, queries, explained, slots.theta, distances, factors, dtype
         )
     factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
@@ -154,11 +151,11 @@ def factor_by_svd(
     queries = projections.queries @ projections.queries.mT
     split = split_rotary_keys(projections, slots, queries)
     rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
-    down, readout = compute_principal_basis(rows, rank)
+    basis = compute_principal_basis(rows, rank)
     # Text of one token: every rotation is 1.
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
-    factors = _join_factors(projections, split, gains, pad(down, (0, 1)), readout)
+    factors = _join_factors(projections, split, gains, pad(basis, (0, 1)), basis.mT)
     factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
         projections, projections, factors, slots, root, mean, distances, False
@@ -209,15 +206,15 @@ def _stack_key_and_value_rows(
 
 def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) -> LatentFactors:
     """Return equivalent ``factors`` in the coordinates in which the rounding of a cache costs
-    least. The latent has unit energy.
+    least. The latent of ``factors`` is white, that of the result has unit energy.
 
     ``queries [H, D, D]`` are second moments, ``metric [G, D, D]`` is that of the output. Rounding
     adds errors of one size to a group of neighboring channels, in proportion to the largest. If a
     channel of energy ``E`` is multiplied by ``a``, and errors in it cost ``u``, all of them cost
     ``sum(a^2 E) sum(u / a^2)``, which is least for ``a^2 = sqrt(u / E)``. Channels of the latent
-    may mix as well: first so that energies and costs are diagonal, and at last by a discrete
-    Hartley transform, an orthogonal matrix that spreads both evenly, so that no channel makes the
-    errors of its group large. Those of a rotary pair may not.
+    may mix as well: first so that costs are diagonal, and at last by a discrete Hartley transform,
+    an orthogonal matrix that spreads both evenly, so that no channel makes the errors of its group
+    large. Those of a rotary pair may not.
     """
     rope = factors.rope_dim
     down = factors.down.double()
@@ -228,24 +225,18 @@ def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) ->
     values = torch.einsum("gdr,gde,ges->rs", up_values, metric.double(), up_values)
     # Costs are shares of the energy of the scores, and of the output.
     tiny = torch.finfo(moment.dtype).tiny
-    latent = moment[rope:, rope:]
     keys = keys / (keys * moment).sum().clamp_min(tiny)
-    values = values / (values * latent).sum().clamp_min(tiny)
-    # White coordinates, in which only the costs are left to be diagonal.
-    energy, axes = decompose_symmetric(latent)
-    root = energy.clamp_min(energy[0] * _FAINTEST).sqrt()
-    root = torch.where(root > 0, root, 1.0)
-    spread = axes * root
-    cost, turn = decompose_symmetric(spread.mT @ (keys[rope:, rope:] + values) @ spread)
+    values = values / (values * moment[rope:, rope:]).sum().clamp_min(tiny)
+    cost, turn = decompose_symmetric(keys[rope:, rope:] + values)
     size = cost.clamp_min(cost[0] * _FAINTEST).pow(0.25)
     size = torch.where(size > 0, size, 1.0)
-    white = turn.mT @ (axes / root).mT @ down[rope:]
+    white = turn.mT @ down[rope:]
     # Eigenvectors have a free sign: make the largest entry positive for reproducible results.
     largest = white.gather(1, white.abs().argmax(1, keepdim=True))[:, 0]
     size = torch.where(largest < 0, -size, size)
     mixing = make_hartley_matrix(len(size)).to(size)
     channels = mixing @ (size[:, None] * white)
-    back = spread @ turn / size @ mixing
+    back = turn / size @ mixing
     scale = channels.norm()
     scale = torch.where(scale > 0, scale, 1.0)
     pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (keys, moment)]
@@ -268,25 +259,15 @@ def make_hartley_matrix(size: int) -> Tensor:
     return (angles.cos() + angles.sin()) / math.sqrt(size)
 
 
-def compute_principal_basis(
-    rows: Tensor, rank: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Return the projection ``down [rank, E]`` of white inputs to a latent of unit energy, and
-    ``readout [E, rank]`` back to the inputs: the principal components of ``rows [n, E]``.
+def compute_principal_basis(rows: Tensor, rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the orthonormal directions ``[rank, E]`` of white inputs that ``rows [n, E]`` read
+    most: their right singular vectors, and zeros where singular values are rounding errors.
 
-    ``down`` consists of the right singular vectors of ``rows`` times the singular values. ``W
-    readout`` is the map from ``c`` that is closest to ``W x`` over the calibration text. ``dtype``
-    as in `linalg.find_singular_vectors`.
+    They project inputs to a white latent. ``dtype`` as in `linalg.find_singular_vectors`.
     """
     sigma, vectors = find_singular_vectors(rows, rank, dtype)
-    # Directions at the level of rounding errors would get a readout of 1e12: leave these channels
-    # zero.
     used = sigma > sigma.max() * 1e-12
-    sigma = torch.where(used, sigma, 0.0)
-    sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
-    readout = torch.where(used, vectors.mT / sigma, 0.0)
-    spare = rank - len(sigma)
-    return pad(vectors * sigma[:, None], (0, 0, 0, spare)), pad(readout, (0, spare))
+    return pad(vectors * used[:, None], (0, 0, 0, rank - len(sigma)))
 
 
 def _make_latent_weights(

@@ -185,8 +185,6 @@ def choose_rotary_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Rotary
     These layers use the same frequencies: each keeps its first ``keys_per_pair[l]`` components at
     pair ``l``.
     """
-    if not rope_dim:
-        return NO_SLOTS
     mean = average_surveys(surveys)
     pairs, heads = mean.worth.shape
     # Eigenvalues descend, so the picked slots of a pair are always its first ones.

@@ -183,9 +183,10 @@ def factor_queries(latent: LatentWeights, statistics: LayerStatistics, rank: int
     # Dims of dead keys keep a little weight, so that no query vanishes.
     units = units.clamp_min(units.max() * 1e-6)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
-    down, readout = compute_principal_basis((rows * units[..., None]).flatten(0, 1) @ root, rank)
-    down = torch.linalg.solve_triangular(root, down, upper=False, left=False)
-    read = rows @ (root @ readout)
+    # The latent has unit energy, which layouts with a constant channel need.
+    basis = compute_principal_basis((rows * units[..., None]).flatten(0, 1) @ root, rank)
+    down = torch.linalg.solve_triangular(root, basis, upper=False, left=False) / math.sqrt(rank)
+    read = rows @ (root @ basis.mT) * math.sqrt(rank)
     query = QueryLatent(down, read[:, : latent.nope_dim], read[:, latent.nope_dim :])
     return replace(
         latent, query=query.map_tensors(lambda tensor: tensor.to(latent.down).contiguous())

@@ -191,9 +191,10 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
 def test_balanced_channels_hold_as_much_energy_as_their_errors_cost():
     """Which is where the sum of all costs is least; products of the factors stay as they are."""
     heads, groups, dim, rope, rank = 4, 2, 6, 4, 5
-    spread = 10 ** normal(7, rope + rank, 1)
+    spread = 10 ** normal(7, rope, 1)
+    latent = torch.linalg.qr(normal(8, 9, rank)).Q.mT
     factors = als.LatentFactors(
-        normal(1, rope + rank, 9) * spread,
+        torch.cat([normal(1, rope, 9) * spread, latent]),
         normal(2, heads, dim, rope + rank),
         normal(3, groups, dim, rank),
     )
