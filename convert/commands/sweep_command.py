@@ -76,10 +76,9 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
             report,
             command="kvfold sweep",
             headline=result.verdict,
-            lead=[],
             tables=[result.format_rows()],
             plots=plot_loss_by_cache(result),
-            notes=summary.splitlines(),
+            summary=summary,
             quiet=request.quiet,
         )
     print_result(json_file, result.to_dict, summary)

@@ -134,9 +134,9 @@ def request_larger_cache(plan: Plan) -> ConvertRequest | None:
     return replace(request, budget=min(larger), kv_rank=None, rope_dim=None)
 
 
-def format_convert_command(request: ConvertRequest) -> list[str]:
-    """Return the ``kvfold convert`` command line of ``request`` as a list of words, with at least
-    the default amount of calibration text.
+def format_convert_command(request: ConvertRequest, exact: bool = False) -> list[str]:
+    """Return the ``kvfold convert`` command line of ``request`` as a list of words; unless
+    ``exact``, with at least the default amount of calibration text.
     """
     given = request.collect_non_defaults()
     left_out = set(_NOT_REPEATED)
@@ -144,7 +144,8 @@ def format_convert_command(request: ConvertRequest) -> list[str]:
         if options and options.items() <= given.items():
             given |= {"effort": name}
             left_out |= options.keys()
-    if request.samples * request.calibration_length <= ConvertRequest.samples * AUTO_LENGTH:
+    tokens = request.samples * request.calibration_length
+    if not exact and tokens <= ConvertRequest.samples * AUTO_LENGTH:
         left_out |= {"samples", "seq_len"}
     repeated = {name: value for name, value in given.items() if name not in left_out}
     return ["kvfold", "convert", request.model, request.out, *format_argv(repeated)]

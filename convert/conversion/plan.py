@@ -51,7 +51,6 @@ from kvfold.convert.targets.mla.spec import (
     list_mla_problems,
 )
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
-from kvfold.convert.targets.properties import list_lost_properties
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
@@ -273,17 +272,6 @@ def _build_plan(
     """Return the plan with the given parts, distribute the output tensors over weight files, and
     find which engines can serve the output.
     """
-    config = output.config
-    if mla_spec is not None:  # the frequencies, which nothing here depends on, are chosen later
-        theta = [[1.0] * (mla_spec.rope_dim // 2)] * model.geometry.layers
-        config = output.with_frequencies(theta).config
-    names = [tensor.name for tensor in output.tensors]
-    if lost := list_lost_properties(model, config, names):
-        raise InputError(
-            f"{checkpoint.origin}: the result would compute something other than the source; use"
-            " another --to or --layout",
-            lost,
-        )
     return Plan(
         request=request,
         checkpoint=checkpoint,

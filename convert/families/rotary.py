@@ -35,8 +35,8 @@ def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) ->
     config = values.config
     # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand
     # may have both.
-    new = _read_config_object(config, "rope_parameters")
-    old = _read_config_object(config, "rope_scaling")
+    new = read_config_object(config, "rope_parameters")
+    old = read_config_object(config, "rope_scaling")
     of_type = rotary.by_type.get(layer_type or "")
     if of_type is None:
         table = {**(old or new or rotary.table)}
@@ -45,7 +45,7 @@ def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) ->
         if part is not None:
             table.setdefault("partial_rotary_factor", part)
     else:
-        table = {**_read_config_object(new, layer_type or ""), **(old if of_type.scaled else {})}
+        table = {**read_config_object(new, layer_type or ""), **(old if of_type.scaled else {})}
         theta = (of_type.key and config.get(of_type.key)) or of_type.theta
     table.setdefault("rope_theta", theta)
     read_positive_number(table, "rope_theta")
@@ -60,7 +60,7 @@ def read_rope_parameters(values: ConfigValues, layer_type: str | None = None) ->
     return table
 
 
-def _read_config_object(table: Table, key: str) -> Table:
+def read_config_object(table: Table, key: str) -> Table:
     """The JSON object at ``key``, empty if it is missing or null. Raises InputError for anything
     else.
     """

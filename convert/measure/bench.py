@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import timer
 from transformers import AutoConfig, DynamicCache
 
 from kvfold.attention.deepseek import absorb
@@ -134,21 +134,21 @@ def list_models_to_benchmark(request: BenchRequest) -> list[BenchmarkedModel]:
     Raises InputError for a checkpoint that cannot be opened or built, or an unknown shape.
     """
     models: list[BenchmarkedModel] = []
-    for model in request.models:
-        checkpoint = open_checkpoint(model)
-        models.append(BenchmarkedModel(model, "stock", checkpoint.config, checkpoint.folder))
+    for name in request.models:
+        checkpoint = open_checkpoint(name)
+        models.append(BenchmarkedModel(name, "stock", checkpoint.config, checkpoint.folder))
     if request.shape is not None:
         for kind, config in _make_shape_configs(request.shape, request).items():
             models.append(BenchmarkedModel(kind, "stock", config))
     subjects = []
-    for subject in models:
-        build_empty_model(
-            subject.config
-        )  # raises the error of a wrong value before any model is timed
-        forms = ("stock", "absorbed") if is_mla_config(subject.config) else ()
-        subjects += [replace(subject, name=f"{subject.name}, {form}", form=form) for form in forms]
-        if not forms:
-            subjects.append(subject)
+    for model in models:
+        # Raises the error of a wrong value before any model is timed.
+        build_empty_model(model.config)
+        if is_mla_config(model.config):
+            forms = ("stock", "absorbed")
+            subjects += [replace(model, name=f"{model.name}, {form}", form=form) for form in forms]
+        else:
+            subjects.append(model)
     return subjects
 
 
@@ -158,12 +158,15 @@ def _make_shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str
     """
     if shape not in _SHAPES:
         raise option_error("shape", shape, f"must be one of {', '.join(_SHAPES)}")
-    common = {**_SHAPES[shape], "tie_word_embeddings": False}
-    positions = max(*request.contexts, common["max_position_embeddings"])
-    layers = request.layers or common["num_hidden_layers"]
-    common |= {"max_position_embeddings": positions, "num_hidden_layers": layers}
-    heads = common["num_attention_heads"]
-    dim = common["hidden_size"] // heads
+    sizes = _SHAPES[shape]
+    common = {
+        **sizes,
+        "max_position_embeddings": max(*request.contexts, sizes["max_position_embeddings"]),
+        "num_hidden_layers": request.layers or sizes["num_hidden_layers"],
+        "tie_word_embeddings": False,
+    }
+    heads = sizes["num_attention_heads"]
+    dim = sizes["hidden_size"] // heads
     kv_heads = min(_KV_HEADS, heads // 4)
     rank = min(_RANK, 4 * dim)
     rope = min(_ROPE, dim // 2)
@@ -195,8 +198,7 @@ def _time_model(
     """
     # So that the memory of the model before this one does not count.
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     weights = dtype.itemsize * sum(
         p.numel() for p in build_empty_model(subject.config).parameters()
@@ -262,15 +264,17 @@ def _time_context_and_batch(
     ``prefill_tokens`` tokens.
     """
     device = model.device
-    reset_peak_memory(device)
+    # Where the system does not allow this, the peak is that since the process started.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     figures: dict[str, Any] = {}
     if length := min(context, request.prefill_tokens):
         sequences = max(1, min(batch, request.prefill_tokens // length))
         vocabulary = model.config.get_text_config().vocab_size
         tokens = torch.randint(vocabulary, (sequences, length), device=device)
-        times = time_calls(
-            lambda: model(tokens, use_cache=True, logits_to_keep=1), device, request.seconds
-        )
+        times = time_calls(lambda: model(tokens, use_cache=True, logits_to_keep=1), request.seconds)
         figures["prefill_tokens_per_s"] = tokens.numel() / statistics.median(times)
     cache: Any = DynamicCache(config=model.config)
     for index, layer in enumerate(_make_one_token_cache(model).layers):
@@ -282,9 +286,7 @@ def _time_context_and_batch(
     cache_bytes = _count_cache_bytes(cache)
     # Which token is decoded makes no difference to the time.
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    times = time_calls(
-        lambda: model(token, past_key_values=cache, use_cache=True), device, request.seconds
-    )
+    times = time_calls(lambda: model(token, past_key_values=cache, use_cache=True), request.seconds)
     seconds = statistics.median(times)
     return figures | {
         "step_ms": 1e3 * seconds,
@@ -295,7 +297,7 @@ def _time_context_and_batch(
     }
 
 
-def time_calls(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
+def time_calls(call: Callable[[], Any], seconds: float) -> list[float]:
     """Run ``call`` for about ``seconds``, 3 to 50 times, and return the seconds of each call.
 
     One untimed call goes before them: it also compiles, allocates and fills caches.
@@ -303,27 +305,15 @@ def time_calls(call: Callable[[], Any], device: torch.device, seconds: float) ->
     call()
     times: list[float] = []
     while len(times) < _FEWEST_CALLS or (len(times) < _MOST_CALLS and sum(times) < seconds):
-        torch.get_device_module(device).synchronize()
-        start = time.perf_counter()
+        start = timer()
         call()
-        torch.get_device_module(device).synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(timer() - start)
     return times
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of peak memory. Where the system does not allow that,
-    `read_peak_memory` returns the peak since the process started.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
-
-
 def read_peak_memory(device: torch.device) -> int | None:
-    """Peak memory in bytes since ``reset_peak_memory``: allocated by torch on CUDA, or resident in
-    the process on a CPU; None where the system does not report it.
+    """Peak memory in bytes since it was reset: allocated by torch on CUDA, or resident in the
+    process on a CPU; None where the system does not report it.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

@@ -4,7 +4,7 @@ chat template.
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -23,7 +23,7 @@ from kvfold.convert.progress import ProgressStages
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.text.corpus import render_chat
-from kvfold.convert.text.tokenizer import load_tokenizer
+from kvfold.convert.text.tokenizer import find_prefix_tokens, load_tokenizer
 
 _SEPARATOR = " | "
 _POSITIONS = 1 << 17  # of a model whose config names no maximum
@@ -52,31 +52,39 @@ class ChatModel:
         """
         self.messages.append({"role": "user", "content": prompt})
         positions = getattr(self.model.config, "max_position_embeddings", None) or _POSITIONS
-        longest = positions * _LONGEST_TOKEN
-        if self.tokenizer.chat_template is None:
-            tokens = self.tokenizer(prompt[:longest], verbose=False)["input_ids"]
-        else:
-            try:
-                text = render_chat(
-                    self.tokenizer, self.messages, longest, add_generation_prompt=True
-                )
-            except ValueError as error:
-                raise InputError(
-                    f"{error}; correct chat_template.jinja or tokenizer_config.json"
-                ) from None
-            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = tokenize_chat(self.tokenizer, self.messages, positions * _LONGEST_TOKEN)
         if len(tokens) + max_new_tokens > positions:
             self.messages.clear()
             text = f"({len(tokens)} tokens and a reply exceed {positions} positions; starting anew)"
             if streamer is not None:
                 streamer.on_finalized_text(text, stream_end=True)
             return text
-        reply = generate_reply(
-            self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens, streamer
-        )
+        reply = generate_reply(self.model, self.tokenizer, tokens, max_new_tokens, streamer)
         answer: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         self.messages.append({"role": "assistant", "content": answer})
         return answer
+
+
+def tokenize_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], longest: int = _POSITIONS, **ending: bool
+) -> Tensor:
+    """The token ids ``[T]`` after which a model replies to ``messages``: their first ``longest``
+    characters in the tokenizer's chat template, which gets ``ending`` too. Without a template, the
+    model continues the last message.
+    """
+    prefix: list[int] = []
+    if tokenizer.chat_template is None:
+        prefix = find_prefix_tokens(tokenizer)
+        text = messages[-1]["content"][:longest]
+    else:
+        try:
+            text = render_chat(tokenizer, messages, longest, add_generation_prompt=True, **ending)
+        except ValueError as error:
+            raise InputError(
+                f"{error}; correct chat_template.jinja or tokenizer_config.json"
+            ) from None
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([*prefix, *tokens])
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Compare two checkpoints layer by layer, with one layer of each in memory."""
 
 import sys
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -42,58 +41,55 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     >>> drift_checkpoints(request).identical
     True
     """
-    with (
-        closing(open_checkpoint(request.model)) as source,
-        closing(open_checkpoint(request.out)) as student,
-    ):
-        if (source.folder / RECORD).exists() and not (student.folder / RECORD).exists():
-            print(
-                f"warning: {request.model} was converted by kvfold, and {request.out} was not; are"
-                " MODEL and OUT swapped?",
-                file=sys.stderr,
+    source = open_checkpoint(request.model)
+    student = open_checkpoint(request.out)
+    if (source.folder / RECORD).exists() and not (student.folder / RECORD).exists():
+        print(
+            f"warning: {request.model} was converted by kvfold, and {request.out} was not; are"
+            " MODEL and OUT swapped?",
+            file=sys.stderr,
+        )
+    source.print_notes()
+    student.print_notes()
+    config = load_config(source, request.trust_remote_code)
+    converted = load_config(student, request.trust_remote_code)
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        expected = getattr(config, key, None)
+        if getattr(converted, key, None) != expected:
+            raise InputError(
+                f"{request.out}: {key} must be {expected} as in {request.model}; use a"
+                " checkpoint that was converted from that model"
             )
-        source.print_notes()
-        student.print_notes()
-        config = load_config(source, request.trust_remote_code)
-        converted = load_config(student, request.trust_remote_code)
-        for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
-            expected = getattr(config, key, None)
-            if getattr(converted, key, None) != expected:
-                raise InputError(
-                    f"{request.out}: {key} must be {expected} as in {request.model}; use a"
-                    " checkpoint that was converted from that model"
-                )
-        positions = getattr(config, "max_position_embeddings", None)
-        check_seq_len(request.seq_len, positions, source.origin)
-        device = choose_device(request.device)
-        tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
-        text = open_corpus(request.text, tokenizer, request.seed, "held_out", "text")
-        advice = "or lower --samples or --seq-len"
-        count = request.samples
-        tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
-        on_gpu = device.type == "cuda"
-        elements = max(count_elements(source), count_elements(student))
-        needs = [
-            estimate_comparison_memory(elements, config, tokens.numel(), gpu)
-            for gpu in (on_gpu, False)
-        ]
-        check_free_memory(needs[:1], on_gpu, needs[1].host)
-        teacher = open_layer_stream(source, device, request.dtype)
-        compared = open_layer_stream(student, device, request.dtype, request.cache)
-        check_vocabulary(tokens, teacher.vocabulary, source.origin)
-        stages = ProgressStages(progress, request.quiet)
-        floor = select_floor_tokens(tokens)
-        with open_comparison_stage(stages, "compare", teacher, tokens, floor) as advance:
-            report = measure_drift(teacher, compared, tokens, progress=advance)
-        about: dict[str, dict[str, Any]] = {
-            "source": {"name": source.origin, "sha256": source.compute_model_digest()},
-            "converted": {"name": student.origin, "sha256": student.compute_model_digest()},
-            "text": {"name": text.name, "sha256": text.compute_digest(), "seed": request.seed},
-        }
-        if request.cache is not None:
-            rounding = describe_cache_rounding(request.cache)
-            about["cache"] = {"rounding": request.cache, "of": "converted", "scheme": rounding}
-        return replace(report, about=about)
+    positions = getattr(config, "max_position_embeddings", None)
+    check_seq_len(request.seq_len, positions, source.origin)
+    device = choose_device(request.device)
+    tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
+    text = open_corpus(request.text, tokenizer, request.seed, "held_out", "text")
+    advice = "or lower --samples or --seq-len"
+    count = request.samples
+    tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
+    on_gpu = device.type == "cuda"
+    elements = max(count_elements(source), count_elements(student))
+    needs = [
+        estimate_comparison_memory(elements, config, tokens.numel(), gpu) for gpu in (on_gpu, False)
+    ]
+    check_free_memory(needs[:1], on_gpu, needs[1].host)
+    teacher = open_layer_stream(source, device, request.dtype)
+    compared = open_layer_stream(student, device, request.dtype, request.cache)
+    check_vocabulary(tokens, teacher.vocabulary, source.origin)
+    stages = ProgressStages(progress, request.quiet)
+    floor = select_floor_tokens(tokens)
+    with open_comparison_stage(stages, "compare", teacher, tokens, floor) as advance:
+        report = measure_drift(teacher, compared, tokens, progress=advance)
+    about: dict[str, dict[str, Any]] = {
+        "source": {"name": source.origin, "sha256": source.compute_model_digest()},
+        "converted": {"name": student.origin, "sha256": student.compute_model_digest()},
+        "text": {"name": text.name, "sha256": text.compute_digest(), "seed": request.seed},
+    }
+    if request.cache is not None:
+        rounding = describe_cache_rounding(request.cache)
+        about["cache"] = {"rounding": request.cache, "of": "converted", "scheme": rounding}
+    return replace(report, about=about)
 
 
 def open_layer_stream(

@@ -15,7 +15,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +29,12 @@ from kvfold.attention.drift.compare import compute_margin, split_positions
 from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
-from kvfold.convert.measure.chat import generate_reply, load_whole_model
+from kvfold.convert.measure.chat import generate_reply, load_whole_model, tokenize_chat
 from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import load_config, use_blockwise_attention
-from kvfold.convert.text.corpus import open_corpus, render_chat
+from kvfold.convert.text.corpus import open_corpus
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,
     find_prefix_tokens,
@@ -146,9 +145,9 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
             " any other is of lm-evaluation-harness, which is not installed: pip install"
             " 'kvfold[eval]'",
         )
-    with closing(open_checkpoint(request.model)) as checkpoint:
-        tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
-        documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
+    checkpoint = open_checkpoint(request.model)
+    tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
+    documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
     stages = ProgressStages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
@@ -183,14 +182,11 @@ def draw_evaluation_inputs(
     shortest = _SHORTEST if request.retrieval else len(prefix) + 2
     for length in lengths:
         if not shortest <= length <= context:
-            advice = ""
-            if request.retrieval and length < shortest:
-                advice = "; measure shorter texts with --no-retrieval"
             raise option_error(
                 "lengths",
                 length,
                 f"must be at least {shortest} and at most {context}, the positions supported by"
-                f" {source.origin}{advice}",
+                f" {source.origin}; measure shorter texts with --no-retrieval",
             )
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
     bodies, _ = corpus.read_documents(lengths[-1] * request.samples * _BYTES_PER_TOKEN)
@@ -203,14 +199,12 @@ def draw_evaluation_inputs(
     length = min(lengths[-1] - len(prefix), len(text))
     windows = text.unfold(0, length, length)[: request.samples]
     windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
-    questions = {}
-    for length in lengths if request.retrieval else ():
-        questions[length] = draw_needle_questions(
-            tokenizer, text, length, request.samples, request.seed
-        )
-    prompts = []
-    if "replies" in request.tasks:
-        prompts = draw_prompts(tokenizer, request.samples, request.seed)
+    questions = {
+        length: draw_needle_questions(tokenizer, text, length, request.samples, request.seed)
+        for length in lengths * request.retrieval
+    }
+    count = request.samples if "replies" in request.tasks else 0
+    prompts = draw_prompts(tokenizer, count, request.seed)
     return EvaluationInputs(corpus.name, windows, questions, prompts)
 
 
@@ -259,20 +253,10 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
     """
     prompts = list(_TEXTS["prompts"])
     Random(seed).shuffle(prompts)
-    tokens = []
-    for prompt in prompts[:count]:
-        prefix: list[int] = []
-        if tokenizer.chat_template is None:
-            prefix = find_prefix_tokens(tokenizer)
-            text = f"{prompt}\n"
-        else:
-            messages = [{"role": "user", "content": prompt}]
-            # the empty thoughts of models that think come before the reply
-            ending = {"add_generation_prompt": True, "enable_thinking": False}
-            text = render_chat(tokenizer, messages, **ending)
-        encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        tokens.append(torch.tensor([*prefix, *encoded]))
-    return tokens
+    end = "\n" if tokenizer.chat_template is None else ""
+    chats = [[{"role": "user", "content": prompt + end}] for prompt in prompts[:count]]
+    # The empty thoughts of models that think come before the reply.
+    return [tokenize_chat(tokenizer, messages, enable_thinking=False) for messages in chats]
 
 
 def evaluate_model(
@@ -286,7 +270,8 @@ def evaluate_model(
     """The results of the model in ``folder`` on all inputs, loaded for this call alone;
     ``rounding`` is that of its cache.
     """
-    with stages(f"reading {folder}"), closing(open_checkpoint(folder)) as checkpoint:
+    with stages(f"reading {folder}"):
+        checkpoint = open_checkpoint(folder)
         checkpoint.print_notes()
         model = load_whole_model(checkpoint, request)
     if rounding is not None:

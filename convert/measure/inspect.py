@@ -4,7 +4,6 @@ transformers.
 
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,13 +20,9 @@ from kvfold.convert.conversion.plan import (
     read_config_dtype,
 )
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import (
-    load_family,
-    read_architectures,
-    read_text_config,
-)
+from kvfold.convert.families.family import load_family, read_architectures, read_text_config
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import read_rope_parameters
+from kvfold.convert.families.rotary import read_config_object, read_rope_parameters
 from kvfold.convert.targets.custom_code import (
     BLOCK,
     get_source_type,
@@ -53,7 +48,7 @@ from kvfold.convert.targets.mla.spec import (
 from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
-ROUNDED = {"16 bits": None, "FP8": "fp8", "INT4": "int4"}
+ROUNDED = {"16 bits": "", "FP8": "fp8", "INT4": "int4"}
 _LATENT_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -215,11 +210,11 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
         facts["head_dim"] += rope_dim
     else:
         (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
+        grouped = make_grouped_model(source, kv_heads)
         if checkpoint.tensors:
-            _, checkpoint = match_model(checkpoint, make_grouped_model(source, kv_heads))
-        result = describe_folded_model(source, kv_heads)
-        facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
-        facts["attention"] = format_attention_label(source.geometry.heads, kv_heads)[:3]
+            _, checkpoint = match_model(checkpoint, grouped)
+        result = describe_folded_model(grouped)
+        facts = _describe_model(checkpoint, grouped, result)
     facts["family"] = config["model_type"]
     return Inspection(**facts, engines=list_engine_support(result))
 
@@ -232,10 +227,9 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
     _check_latent_shapes(
         checkpoint, "kv_a_proj_with_mqa.weight", (rank + rope_dim, model_dim), layers
     )
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    table = config.get(key) or {}
-    if not isinstance(table, Mapping):
-        raise InputError(f"config.json: {key} must be an object, not {table!r}; correct it")
+    rope = read_config_object(config, "rope_parameters") or read_config_object(
+        config, "rope_scaling"
+    )
     result = describe_mla_config(checkpoint.config)
     # Engines were tried on what kvfold writes; these classes can hold other models too.
     written = (checkpoint.folder / RECORD).exists()
@@ -251,7 +245,7 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
         biases=["kv_a", "o"] if config.get("attention_bias") else [],
         rotary_dims=rope_dim,
         rotary_layers=layers,
-        rope=str(table.get("rope_type") or "default"),
+        rope=str(rope.get("rope_type") or "default"),
         windows=[],
         max_context=config.get("max_position_embeddings"),
         engines=list_engine_support(result) if written else [],
@@ -280,12 +274,12 @@ def _check_latent_shapes(
     ``layers`` is the number of layers.
     """
     shapes = [info.shape for name, info in checkpoint.tensors.items() if name.endswith(ending)]
-    actual = ", ".join(f"{list(size)} in {count}" for size, count in Counter(shapes).items())
-    if checkpoint.tensors and (len(shapes) != layers or set(shapes) != {shape}):
+    if checkpoint.tensors and shapes != [shape] * layers:
+        actual = sorted(map(list, set(shapes)))
         raise InputError(
             "the tensors of the checkpoint do not match its config.json; check that both are from"
             " the same model",
-            [f"{ending} must be {list(shape)} in {layers} layers, but is {actual or 'missing'}"],
+            [f"{ending} must be {list(shape)} in {layers} layers, not {actual} in {len(shapes)}"],
         )
 
 
@@ -352,15 +346,15 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     return CacheSize(elements, sizes, len(windows) * layer_bytes, by_context)
 
 
-def _count_rounded_bytes(result: ServedModel, rounding: str | None) -> int | None:
-    """The bytes per token per layer of a cache under ``rounding``, in 16 bits if that is None; None
-    if the cache cannot be rounded so. Divisors of norms take 16 bits.
+def _count_rounded_bytes(result: ServedModel, rounding: str) -> int | None:
+    """The bytes per token per layer of a cache under ``rounding``, in 16 bits if that is empty;
+    None if the cache cannot be rounded so. Divisors of norms take 16 bits.
     """
     elements = result.count_cache_elements() - result.divisors
     channels = result.kv_rank or elements // 2
-    if rounding is not None and find_rounding_problem(rounding, channels):
+    if rounding and find_rounding_problem(rounding, channels):
         return None
-    bits = 16 if rounding is None else CACHE_BITS[rounding]
+    bits = CACHE_BITS.get(rounding, 16)
     return elements * bits // 8 + 2 * result.divisors
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.attention.drift.metrics import format_cache_saving, format_metrics, make_position_rows
+from kvfold.attention.drift.metrics import format_cache_saving, make_position_rows
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.console import REPORT
 from kvfold.convert.conversion.judgment import format_verdict
@@ -161,10 +161,9 @@ def write_report(
     folder: str,
     command: str,
     headline: str,
-    lead: Sequence[str],
     tables: Sequence[Sequence[Sequence[str]]],
     plots: Sequence[Plot],
-    notes: Sequence[str],
+    summary: str,
     quiet: bool,
 ) -> None:
     """Write the HTML page ``report.html`` to ``folder``, which is created if needed. Raises
@@ -174,10 +173,10 @@ def write_report(
         folder: the folder that --report names.
         command: the title of the page, such as "kvfold drift".
         headline: the result in one sentence.
-        lead: paragraphs below the headline.
         tables: rows of cells, the header first, for each table.
         plots: the plots, each with its caption.
-        notes: lines at the end, before the command line, the date and the versions.
+        summary: the text that the terminal shows; at the end, before the command line, the date and
+            the versions.
         quiet: do not print where the page is.
     """
     from jinja2 import Environment, FileSystemLoader
@@ -191,11 +190,10 @@ def write_report(
     page = environment.get_template(_TEMPLATE).render(
         command=command,
         headline=headline,
-        lead=lead,
         tables=tables,
         plots=plots,
         notes=[
-            *notes,
+            *summary.splitlines(),
             shlex.join(["kvfold", *sys.argv[1:]]),
             f"{time.strftime('%Y-%m-%d %H:%M')}, {', '.join(installed)}",
         ],
@@ -220,13 +218,11 @@ def write_drift_report(
     the conversion; ``summary`` is the text that the terminal shows. Raises InputError if the page
     cannot be written.
     """
-    lead: list[str] = []
     tables: list[Sequence[Sequence[str]]] = []
     plots: list[Plot] = []
     if drift is not None:
         saving = format_cache_saving(drift.source_cache_bytes, drift.student_cache_bytes)
         title += f": {saving} cache, {format_verdict(drift)}"
-        lead = [format_metrics(drift)]
         tables = [drift.format_rows(), make_position_rows(drift)]
         plots = plot_drift(drift)
-    write_report(folder, command, title, lead, tables, plots, summary.splitlines(), quiet)
+    write_report(folder, command, title, tables, plots, summary, quiet)

@@ -58,7 +58,6 @@ from kvfold.convert.measure.sweep_targets import (
     parse_targets,
     propose_default_targets,
 )
-from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, ProgressStages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import PairLosses
@@ -66,8 +65,6 @@ from kvfold.convert.walk.walk import Teacher, Walk, WalkLayer
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
 _OWN_OPTIONS = ("targets", "layout", "context", "out", "within", "quiet")
-# Given as arguments of the command, or without influence on the result.
-_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
 
 @dataclass(frozen=True)
@@ -93,10 +90,7 @@ class SweepRow:
     @property
     def command(self) -> list[str]:
         """The ``kvfold convert`` command that converts to this target, as a list of words."""
-        given = self.request.collect_non_defaults()
-        options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
-        arguments = [self.request.model, self.request.out]
-        return ["kvfold", "convert", *arguments, *format_argv(options)]
+        return format_convert_command(self.request, exact=True)
 
     @property
     def expected(self) -> LossFigures | None:
@@ -285,7 +279,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     with stages("reading the text and the model"), TemporaryDirectory() as scratch:
         calibration = load_source_and_text(plan, Path(scratch), stages)
     folds = {target: plan for target, plan in plans.items() if plan.mla_spec is None}
-    latents = {target: plan for target, plan in plans.items() if plan.mla_spec is not None}
+    latents = {target: plan for target, plan in plans.items() if target not in folds}
     groups = [group for group in (folds, latents) if group]
     estimates = announce_stages("sweep", [group.values() for group in groups], calibration, stages)
     for group, seconds in zip(groups, estimates, strict=True):

@@ -18,12 +18,11 @@ from kvfold.convert.targets.same_family import count_cache_elements
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
 
-# Spellings of targets; the groups are the numbers of the options with these names.
-_FORMS = (
-    r"(?P<to>mqa)",
-    r"(?P<to>gqa):(?P<kv_heads>\d{1,9})",
-    r"(?P<to>mla):(?P<budget>\d{1,9})",
-    r"(?P<to>mla):(?P<kv_rank>\d{1,9})\+(?P<rope_dim>\d{1,9})",
+# The groups are the numbers of the options with these names.
+_TARGET = re.compile(
+    r"mqa|gqa:(?P<kv_heads>\d{1,9})|mla:(?P<budget>\d{1,9})"
+    r"|mla:(?P<kv_rank>\d{1,9})\+(?P<rope_dim>\d{1,9})",
+    re.ASCII,
 )
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
@@ -45,8 +44,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     for item in text.lower().replace(",", " ").split():
         spelling = f"{kind}:{item}" if item[0].isdigit() else item
         kind = spelling.partition(":")[0]
-        matches = (re.fullmatch(form, spelling, re.ASCII) for form in _FORMS)
-        match = next(filter(None, matches), None)
+        match = _TARGET.fullmatch(spelling)
         if match is None:
             raise option_error(
                 "targets",
@@ -54,7 +52,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
                 "must be gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as"
                 " gqa:4,2 mqa mla:576,512+64",
             )
-        sizes = {name: int(size) for name, size in match.groupdict().items() if name != "to"}
+        sizes = {name: int(size) for name, size in match.groupdict().items() if size}
         options = {"to": kind, **sizes}
         if options not in targets:
             targets.append(options)

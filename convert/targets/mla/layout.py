@@ -39,6 +39,7 @@ from kvfold.convert.checkpoint.files import remove_code_reference, set_config_dt
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import find_wrapper_prefixes
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import (
@@ -288,7 +289,7 @@ def plan_mla_output(
         tensors = plan_custom_tensors(model, checkpoint, shapes, dtype)
     else:
         tensors = _plan_stock_tensors(model, checkpoint, spec, dtype)
-    return MlaCheckpoint(
+    output = MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}{f'+{divisors}' if divisors else ''}"
         + format_context(model),
         config={},
@@ -299,6 +300,44 @@ def plan_mla_output(
         checkpoint=checkpoint,
         dtype=dtype,
     )
+    # No property depends on the frequencies, which are chosen later.
+    theta = [[1.0] * (spec.rope_dim // 2)] * model.geometry.layers
+    if not own and (lost := _list_lost_properties(model, output.with_frequencies(theta).config)):
+        raise InputError(
+            f"{checkpoint.origin}: the result would compute something other than the source; use"
+            " another --to or --layout",
+            lost,
+        )
+    return output
+
+
+def _list_lost_properties(model: Model, config: Mapping[str, Any]) -> list[str]:
+    """One line for each property of ``model`` that a stock class with this ``config`` lacks. It
+    finds what no rule of ``problems.json`` has refused.
+    """
+    text = config.get("text_config", config)
+    block = model.block
+    context = text["max_position_embeddings"]
+    windows = [layer.window for layer in model.layers if (layer.window or context) < context]
+    softcaps = [layer.softcap for layer in model.layers if layer.softcap is not None]
+    properties = {  # in the source, in the result
+        "context": (model.geometry.positions, context),
+        "activation": (block.activation, text["hidden_act"]),
+        "residual_scale": (block.residual_scale, 1.0),
+        "embedding_scale": (block.embedding_scale, 1.0),
+        "logit_scale": (block.logit_scale, 1.0),
+        "logit_softcap": (block.logit_softcap, None),
+        "sliding_window": (windows, []),
+        "softcap": (softcaps, []),
+    }
+    if block.sparse:
+        properties["experts_per_token"] = (block.experts_per_token, text["num_experts_per_tok"])
+        properties["experts_renormalized"] = (block.experts_renormalized, text["norm_topk_prob"])
+    return [
+        f"{name}: {before} in the source, {after} in the result"
+        for name, (before, after) in properties.items()
+        if before != after
+    ]
 
 
 def format_context(model: Model) -> str:

@@ -80,7 +80,7 @@ def test_a_page_has_a_headline_tables_plots_and_says_how_it_was_made(
 def test_a_hostile_name_stays_text(tmp_path, monkeypatch):
     name = "<script>alert(1)</script>&\x1b[31m"
     monkeypatch.setattr(sys, "argv", ["kvfold", name])
-    write_report(str(tmp_path), name, name, [name], [[[name], [name]]], [], [name], True)
+    write_report(str(tmp_path), name, name, [[[name], [name]]], [], name, True)
     page = read_page(tmp_path)
     assert page.find("body/h1").text == "<script>alert(1)</script>&\N{REPLACEMENT CHARACTER}[31m"
 
