@@ -1,4 +1,4 @@
-"""``kvfold chat``: answers of one model, or of two side by side."""
+"""``kvfold chat``: answers of one model, or of two."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ from kvfold.convert.request import ChatRequest
 @add_request_options(ChatRequest)
 def chat(request: ChatRequest) -> None:
     """Answer each line of standard input with MODEL's chat template; with --against, two models
-    side by side.
+    one after the other.
 
     Answers are greedy, so that a difference between two models is one of their weights. An MLA
     model decodes over its latent cache (absorbed). Ctrl-D ends the conversation.

@@ -145,7 +145,7 @@ def fit_layer(
         )
     else:
         rank = compute_query_rank(model, spec)
-        norms = model.names_by_role.get(("attention_norm", index))
+        norms = model.list_names("attention_norm", index)
         weights = read_source_layer(plan, index)
         inputs = None if walk_layer is None else walk_layer.inputs
         layer = LatentLayer(
@@ -269,6 +269,6 @@ def make_attention_update(plan: Plan) -> "AttentionUpdate":
     """
     from kvfold.convert.walk.output_fit import AttentionUpdate
 
-    norms = plan.model.names_by_role.get(("attention_post_norm", 0))
-    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
+    norms = plan.model.list_names("attention_post_norm", 0)
+    norm = norms[0].split(".0.", 1)[1].removesuffix(".weight") if norms else None
     return AttentionUpdate(plan.model.block.residual_scale, norm)

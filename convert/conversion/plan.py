@@ -170,7 +170,7 @@ def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Mod
         for name in unused:
             del tensors[name]
     origin = f"{checkpoint.origin}: the tensors do not match config.json"
-    heads = model.names_by_role.get(("head", None), ())
+    heads = model.list_names("head")
     if heads and {*model.tensors} - {*tensors} == {*heads}:
         raise InputError(
             f"{origin}: {heads[0]} is missing, and tie_word_embeddings is false; use the model with"
@@ -192,7 +192,7 @@ def correct_tied_flag(model: Model, checkpoint: Checkpoint) -> Checkpoint:
     """
     key = "tie_word_embeddings"
     head = model.family.tensors.get("head")
-    (embedding,) = model.names_by_role["embedding", None]
+    (embedding,) = model.list_names("embedding")
     tied = model.block.tied or checkpoint.config.get(key)
     if not tied or head is None or head.name not in checkpoint.tensors:
         return checkpoint
@@ -210,7 +210,7 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
     if spec.layout != "kvfold":
         # Stock classes store gate and up separately, so a tensor that combines both is split.
         for layer, names in enumerate(reads):
-            reads[layer] = names + model.names_by_role.get(("gate_up", layer), ())
+            reads[layer] = names + model.list_names("gate_up", layer)
     output = plan_mla_output(model, checkpoint, spec, request.dtype)
     return _build_plan(
         request, checkpoint, model, output, reads, describe_mla_model(model, spec), spec

@@ -8,11 +8,12 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import Family, build_family, read_family_table
+from kvfold.convert.families.schema import Family, build_section, read_family_table
 from kvfold.convert.families.values import TYPES
 
 
@@ -52,7 +53,8 @@ class WrapperPrefixes:
 _FOLDER = Path(__file__).parent
 _FILE = json.loads((_FOLDER / "wrappers.json").read_text(encoding="utf-8"))
 WRAPPERS = {name: MultimodalWrapper(**entry) for name, entry in _FILE["wrappers"].items()}
-# What models without a family have instead of a plain KV cache; the first row that applies counts.
+# What models without a family have instead of a plain KV cache: keys of their configs, with the
+# values that matter if not all do. The first row with such a key counts.
 _REFUSED = json.loads((_FOLDER / "refused.json").read_text(encoding="utf-8"))
 # A wrapper's config leaves out what is the default of the language model's class (transformers
 # 5.23.0).
@@ -60,12 +62,12 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = _FILE["default_sizes"]
 # Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
-_PLAIN_NAMES = WrapperPrefixes("model.", "lm_head.")
-_WRAPPED_NAMES = WrapperPrefixes(
-    "model.language_model.", "lm_head."
-)  # as transformers 5 writes them
-_OLDER_NAMES = WrapperPrefixes("language_model.model.", "language_model.lm_head.")
-_IDEFICS_NAMES = WrapperPrefixes("model.text_model.", "lm_head.")
+_PREFIXES = (
+    WrapperPrefixes("model.language_model.", "lm_head."),  # as transformers 5 writes them
+    WrapperPrefixes("language_model.model.", "language_model.lm_head."),
+    WrapperPrefixes("model.text_model.", "lm_head."),  # of idefics3
+    WrapperPrefixes("model.", "lm_head."),
+)
 
 
 def find_text_type(config: Mapping[str, Any]) -> str | None:
@@ -100,10 +102,10 @@ def find_wrapper_prefixes(names: Collection[str]) -> WrapperPrefixes:
     """The prefixes that the tensor names of a multimodal checkpoint use; without a match, those
     that transformers 5 writes.
     """
-    for spelling in (_OLDER_NAMES, _WRAPPED_NAMES, _IDEFICS_NAMES, _PLAIN_NAMES):
-        if f"{spelling.tower}embed_tokens.weight" in names:
-            return spelling
-    return _WRAPPED_NAMES
+    for prefixes in _PREFIXES:
+        if f"{prefixes.tower}embed_tokens.weight" in names:
+            return prefixes
+    return _PREFIXES[0]
 
 
 @cache
@@ -122,7 +124,8 @@ def load_family(name: str) -> Family:
     Raises ``ValueError`` with file, place and key if the file does not match the schema.
     """
     path = _FOLDER / f"{name}.json"
-    return build_family(read_family_table(path), path.name)
+    family: Family = build_section(Family, read_family_table(path), path.name)
+    return family
 
 
 def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
@@ -139,19 +142,13 @@ def read_architectures(config: Mapping[str, Any]) -> list[str] | None:
 def _explain_refusal(config: Mapping[str, Any]) -> str:
     """Why the model of this ``config`` is not supported: a phrase to put after its model type."""
     levels = [config, config.get("text_config"), config.get("language_config")]
+    levels = [level for level in levels if isinstance(level, Mapping)]
     for row in _REFUSED:
-        for level in levels:
-            if not isinstance(level, Mapping):
-                continue
-            if level.get("model_type") in row.get("types", ()) or any(
-                level.get(key) for key in row.get("keys", ())
-            ):
+        for level, (key, values) in product(levels, row["when"].items()):
+            stated = level.get(key)
+            entries = stated if isinstance(stated, list) else [stated]
+            if (stated and not values) or any(entry in values for entry in entries):
                 return str(row["reason"])
-            for key, values in row.get("values", {}).items():
-                stated = level.get(key)
-                entries = stated if isinstance(stated, list) else [stated]
-                if any(entry in values for entry in entries):
-                    return str(row["reason"])
     return (
         "is not a supported causal language model or wrapper around one; choose a model with a"
         " plain KV cache, such as Llama, Qwen or Mistral"

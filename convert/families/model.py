@@ -202,15 +202,19 @@ class Model:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
         return {key: tuple(same) for key, same in names.items()}
 
+    def list_names(self, role: str, layer: int | None = None) -> tuple[str, ...]:
+        """The names of the stored tensors with ``role`` in ``layer``, or outside the layers; none
+        if this config does not use the role.
+        """
+        return self.names_by_role.get((role, layer), ())
+
     def list_attention_tensors(
         self, layer: int, roles: Collection[Role] = ROLES
     ) -> tuple[str, ...]:
         """The names of the stored tensors that contain any of ``roles`` of the attention in
         ``layer``, without duplicates.
         """
-        names = [
-            name for role in ROLES if role in roles for name in self.names_by_role[role, layer]
-        ]
+        names = [name for role in ROLES if role in roles for name in self.list_names(role, layer)]
         return tuple(dict.fromkeys(names))
 
     def compute_frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
@@ -327,7 +331,7 @@ class Model:
             **{name: evaluate_expression(getattr(attention, name), values) for name in names},
         )
 
-    def _list_attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:
+    def _list_attention_shapes(self) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
         """Yield the name within the module, the roles and the shape of each tensor in a layer's
         attention: weights, biases, sinks and norms.
         """
@@ -351,8 +355,7 @@ class Model:
         norm = self.qk_norm
         if norm is None:
             return
-        sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))
-        for role, heads in sides:
+        for role, heads in (("q", size.heads), ("k", size.kv_heads)):
             extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
             for name in norm.list_module_names(role, heads):
                 for kind in norm.kinds:

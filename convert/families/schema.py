@@ -294,17 +294,9 @@ def read_family_table(path: Path) -> dict[str, Any]:
     return merged
 
 
-def build_family(table: Any, where: str) -> Family:
-    """The family that a merged family file describes. Raises ValueError with the file, the section
-    and the key if a key is missing or unknown.
-    """
-    family: Family = _build_section(Family, table, where)
-    return family
-
-
-def _build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
-    """An instance of the dataclass ``cls`` from a JSON object; ``where`` names the file and section
-    in errors.
+def build_section(cls: Any, table: Mapping[str, Any], where: str) -> Any:
+    """An instance of the dataclass ``cls``, such as `Family`, from a JSON object. Raises ValueError
+    with ``where``, the file and the section, if a key is missing or unknown.
     """
     # The dataclass is the schema: its fields are the known keys, those without a default are
     # required.
@@ -328,11 +320,10 @@ def _convert_field(hint: Any, value: Any, where: str) -> Any:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list):
         return tuple(
-            _build_section(section, entry, f"{where}: {at}") for at, entry in enumerate(value)
+            build_section(section, entry, f"{where}: {at}") for at, entry in enumerate(value)
         )
     if get_origin(hint) is Mapping:
         return {
-            name: _build_section(section, entry, f"{where}: {name}")
-            for name, entry in value.items()
+            name: build_section(section, entry, f"{where}: {name}") for name, entry in value.items()
         }
-    return _build_section(section, value, where)
+    return build_section(section, value, where)

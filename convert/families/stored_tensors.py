@@ -28,7 +28,7 @@ def match_stored_tensors(model: Model, stored: Mapping[str, Any]) -> dict[str, A
     if model.tower is None and not any(name.startswith(prefix) for name in stored):
         heads = {spec.name for spec in family.tensors.values() if not spec.name.startswith(prefix)}
         stored = {name if name in heads else prefix + name: info for name, info in stored.items()}
-    renamed = dict(_list_other_names(model, stored)) if stored else {}
+    renamed = dict(_list_other_names(model, stored))
     matched: dict[str, Any] = {}
     for name, info in stored.items():
         names = (name,) if name in model.tensors else renamed.get(name, (name,))
@@ -53,8 +53,7 @@ def _list_other_names(
     """Yield each name in the files that differs from the class's names, and the class's names of
     the tensors that it contains, in order.
     """
-    names = model.names_by_role
-    embedding = names["embedding", None]
+    embedding = model.list_names("embedding")
     head = model.family.tensors.get("head")
     if head is not None:
         tied = model.block.tied and embedding[0] not in stored
@@ -64,17 +63,16 @@ def _list_other_names(
     # and saves all experts of a layer together
     root = model.family.attention.module.partition("{layer}")[0]
     for layer in range(model.geometry.layers):
-        pairs = zip(
-            names.get(("expert_gate", layer), ()), names.get(("expert_up", layer), ()), strict=True
-        )
+        gates = model.list_names("expert_gate", layer)
+        pairs = zip(gates, model.list_names("expert_up", layer), strict=True)
         gates_and_ups = tuple(name for pair in pairs for name in pair)
-        router = names.get(("router", layer), ())
+        router = model.list_names("router", layer)
+        downs = model.list_names("expert_down", layer)
         parts = {
             "gate.weight": router,
             "router.weight": router,
-            "experts.gate_up_proj": gates_and_ups or names.get(("experts_gate_up", layer)),
-            "experts.down_proj": names.get(("expert_down", layer))
-            or names.get(("experts_down", layer)),
+            "experts.gate_up_proj": gates_and_ups or model.list_names("experts_gate_up", layer),
+            "experts.down_proj": downs or model.list_names("experts_down", layer),
         }
         for suffix, targets in parts.items():
             if targets:

@@ -2,12 +2,9 @@
 chat template.
 """
 
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import IO, Any
 
 import click
@@ -25,7 +22,6 @@ from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.text.corpus import render_chat
 from kvfold.convert.text.tokenizer import find_prefix_tokens, load_tokenizer
 
-_SEPARATOR = " | "
 _POSITIONS = 1 << 17  # of a model whose config names no maximum
 _LONGEST_TOKEN = 64  # characters: longer ones, of spaces, do not fill a conversation
 
@@ -42,11 +38,9 @@ class ChatModel:
     tokenizer: Any
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def answer_prompt(
-        self, prompt: str, max_new_tokens: int, streamer: TextStreamer | None = None
-    ) -> str:
-        """The greedy answer to ``prompt`` as text, which is added to the conversation, and printed
-        by ``streamer`` word by word. A model without a chat template continues the prompt.
+    def answer_prompt(self, prompt: str, max_new_tokens: int) -> str:
+        """Print the greedy answer to ``prompt`` word by word, add it to the conversation, and
+        return it. A model without a chat template continues the prompt.
 
         If the conversation exceeds the model's positions, the text says so, and a new one begins.
         """
@@ -56,9 +50,9 @@ class ChatModel:
         if len(tokens) + max_new_tokens > positions:
             self.messages.clear()
             text = f"({len(tokens)} tokens and a reply exceed {positions} positions; starting anew)"
-            if streamer is not None:
-                streamer.on_finalized_text(text, stream_end=True)
+            print(text)
             return text
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         reply = generate_reply(self.model, self.tokenizer, tokens, max_new_tokens, streamer)
         answer: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         self.messages.append({"role": "assistant", "content": answer})
@@ -137,24 +131,8 @@ def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
     return ChatModel(model, tokenizer)
 
 
-def format_columns(texts: Sequence[str], width: int) -> str:
-    """``texts`` side by side in columns of equal width, at most ``width`` characters in total; a
-    single text is only wrapped.
-    """
-    column_width = max(16, width // len(texts) - len(_SEPARATOR))
-    columns = []
-    for text in texts:
-        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in text.splitlines()]
-        columns.append([line for paragraph in paragraphs for line in paragraph])
-    rows = [
-        _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
-        for cells in zip_longest(*columns, fillvalue="")
-    ]
-    return "\n".join(rows)
-
-
 def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
-    """Print the model's answer to every line of ``prompts``, until its end or Ctrl-C."""
+    """Print the answer of each model to every line of ``prompts``, until its end or Ctrl-C."""
     names = [request.model, *filter(None, [request.against])]
     speakers = []
     for name in names:
@@ -164,17 +142,10 @@ def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     longest = f"answers of at most {request.max_new_tokens} tokens (--max-new-tokens)"
     click.echo(f"a message per line, {longest}; Ctrl-D ends", err=True)
-    width = shutil.get_terminal_size().columns
-    click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
         print(f"> {prompt}")  # click.echo would remove codes, which are shown
-        streamer = None
-        if len(speakers) == 1:
-            tokenizer = speakers[0].tokenizer
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        answers = []
         for name, speaker in zip(names, speakers, strict=True):
-            with nullcontext() if streamer else ProgressStages()(f"asking {name}"):
-                answer = speaker.answer_prompt(prompt, request.max_new_tokens, streamer)
-            answers.append(answer)
-        print("" if streamer else f"{format_columns(answers, width)}\n")
+            if request.against is not None:
+                print(f"{name}:")
+            speaker.answer_prompt(prompt, request.max_new_tokens)
+            print()

@@ -63,18 +63,6 @@ def _draw_plot(plots: list[Plot], title: str, caption: str) -> Iterator[Any]:
     plots.append(Plot(title, caption, text[text.index("<svg") :]))
 
 
-def plot_drift(drift: DriftReport) -> list[Plot]:
-    """The plots of drift by layer and of loss by position; one that was not measured, or is 0
-    everywhere, is left out.
-    """
-    plots: list[Plot] = []
-    if drift.layers and not drift.identical:
-        _plot_drift_by_layer(drift, plots)
-    if len(drift.stretches) > 1:
-        _plot_loss_by_position(drift, plots)
-    return plots
-
-
 def _plot_drift_by_layer(drift: DriftReport, plots: list[Plot]) -> None:
     """Add a plot of the relative errors of attention and residual stream in each layer, on a
     logarithmic axis.
@@ -224,5 +212,9 @@ def write_drift_report(
         saving = format_cache_saving(drift.source_cache_bytes, drift.student_cache_bytes)
         title += f": {saving} cache, {format_verdict(drift)}"
         tables = [drift.format_rows(), make_position_rows(drift)]
-        plots = plot_drift(drift)
+        # A plot of what was not measured, or is 0 everywhere, is left out.
+        if drift.layers and not drift.identical:
+            _plot_drift_by_layer(drift, plots)
+        if len(drift.stretches) > 1:
+            _plot_loss_by_position(drift, plots)
     write_report(folder, command, title, tables, plots, summary, quiet)

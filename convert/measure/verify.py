@@ -4,7 +4,6 @@ config.json.
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from kvfold.convert.checkpoint.digests import (
     read_hashes,
 )
 from kvfold.convert.checkpoint.files import RECORD
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import has_non_finite
 from kvfold.convert.errors import InputError
 
@@ -70,7 +69,10 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     # The class of config.json takes every tensor as it is.
     weights = WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors)
     problems += weights.list_mismatches(checkpoint.tensors)
-    problems += list_non_finite_tensors(checkpoint)
+    for name, info in checkpoint.tensors.items():
+        steps = checkpoint.read_bytes_as(name, info.dtype)
+        if sum(has_non_finite(step, info.dtype) for step in steps):  # of all: they are hashed
+            problems.append(f"tensor {name!r} in {info.file} has NaN or infinite elements")
     if files:
         problems += find_changed_tensors(checkpoint, tensors)
     elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
@@ -85,11 +87,3 @@ def require_intact(verification: Verification) -> None:
             f"{verification.origin} is not what {RECORD} and config.json say; make it again",
             verification.problems,
         )
-
-
-def list_non_finite_tensors(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a line for every tensor that contains NaN or infinity. All bytes are read."""
-    for name, info in checkpoint.tensors.items():
-        steps = checkpoint.read_bytes_as(name, info.dtype)
-        if sum(has_non_finite(step, info.dtype) for step in steps):
-            yield f"tensor {name!r} in {info.file} has NaN or infinite elements"

@@ -51,14 +51,11 @@ def find_turn_tokens(tokenizer: Any, origin: str) -> ChatTurnTokens:
         text = ""
         with suppress(ValueError):  # a template may refuse such messages
             text = render_chat(tokenizer, messages)
-        pieces = re.split(f"{_USER}|{_REPLY}", text)
-        tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        special = tokenizer.all_special_ids
-        if len(tokens) > 1 and tokens[0]:
-            ends = tokens[1:3]
-            if len(ends) == 2 and all(end and end[0] in special for end in ends):
-                return ChatTurnTokens(tokens[0], *ends)
-            return ChatTurnTokens(tokens[0])
+        pieces = re.split(f"{_USER}|{_REPLY}", text)[:3]
+        start, *ends = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+        if start and ends:
+            special = [end for end in ends if end and end[0] in tokenizer.all_special_ids]
+            return ChatTurnTokens(start, *(special if len(special) == 2 else ()))
     if tokenizer.bos_token_id is not None:
         return ChatTurnTokens([int(tokenizer.bos_token_id)])
     raise option_error(

@@ -103,18 +103,20 @@ def split_blocks(text: str, longest: int = _BLOCK) -> list[str]:
 
 
 def check_teacher_tokenizer(
-    teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool
+    teacher: Checkpoint, student: Checkpoint, trust_remote_code: bool
 ) -> None:
     """Raise InputError unless ``teacher`` has the same tokenizer as ``student``, and logits for all
     of its tokens.
     """
-    size = load_config(teacher, trust_remote_code).vocab_size
-    fewest = load_config(student, trust_remote_code).vocab_size
+    models = (teacher, student)
+    size, fewest = (load_config(model, trust_remote_code).vocab_size for model in models)
+    tokens, expected = (
+        load_tokenizer(model, trust_remote_code, "distillation").get_vocab() for model in models
+    )
     mismatch = None
     if size < fewest:
         mismatch = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
-    other = load_tokenizer(teacher, trust_remote_code, "a teacher")
-    if other.get_vocab() != tokenizer.get_vocab():
+    if tokens != expected:
         mismatch = f"its tokenizer differs from that of {student.origin}"
     if mismatch is not None:
         raise option_error(

@@ -30,7 +30,7 @@ from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 from kvfold.convert.processes import LONGEST_WORK, count_launched, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import ModelHead, use_blockwise_attention
-from kvfold.convert.text.tokenizer import check_teacher_tokenizer, load_tokenizer
+from kvfold.convert.text.tokenizer import check_teacher_tokenizer
 from kvfold.convert.training.budget import choose_batch_size
 from kvfold.convert.training.loop import BETAS, sum_loss
 from kvfold.convert.training.steps import (
@@ -70,8 +70,7 @@ def make_training_arguments(
     if rest:
         raise InputError(
             f"--batch-tokens: {request.sequences_per_step} sequences per step cannot be divided"
-            f" evenly among"
-            f" {replicas} processes; use a multiple of {replicas} x --seq-len"
+            f" evenly among {replicas} processes; use a multiple of {replicas} x --seq-len"
         )
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
     # teacher 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`,
@@ -125,8 +124,7 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype
     if request.teacher is None:
         return None
     opened = open_checkpoint(request.teacher)
-    tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
-    check_teacher_tokenizer(opened, source, tokenizer, request.trust_remote_code)
+    check_teacher_tokenizer(opened, source, request.trust_remote_code)
     # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
     with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
         teacher = load_model(opened, dtype, request.trust_remote_code)
@@ -210,12 +208,6 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                 " from the previous checkpoint, or use --fresh to start over"
             ) from error
 
-    def get_log_rows(self) -> list[dict[str, Any]]:
-        """Return the rows logged so far, in order, without the summary of the whole run."""
-        # Trainer sorts the keys of rows that it saves: a resumed run must write the same bytes.
-        history = self.state.log_history
-        return [dict(sorted(row.items())) for row in history if "train_runtime" not in row]
-
     def _gather_state(self) -> dict[str, Tensor]:
         """Return the model's whole tensors by name on the CPU, gathered from all shards; empty on
         other processes than the first.
@@ -265,9 +257,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         states = self._head.compute_states(input_ids)[:, :-1]
         labels = input_ids[:, 1:]
         if self.model.training:
-            # Looked up at each call, because sharding replaces the parameters.
-            weights = [weight for weight in self._list_head_weights() if weight.requires_grad]
             target = labels if teacher_states is None else teacher_states
+            weights = self._list_trained_head_weights()
             return sum_loss(self._head, states, target, self._teacher_head, weights)
         sums = states.new_zeros(len(states), len(PredictionFigures._fields), dtype=torch.float64)
         for block in split_logits(states, self._head.vocabulary, states.device):
@@ -280,14 +271,17 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             sums[block[0]] += drift.sum(-1).T
         return sums
 
-    def _list_head_weights(self) -> list[Tensor]:
-        """Return the model's parameters outside of its decoder, and tied ones."""
+    def _list_trained_head_weights(self) -> list[Tensor]:
+        """Return the model's parameters outside of its decoder, and tied ones, without frozen ones.
+        Call this in each pass, because sharding replaces the parameters.
+        """
         inside = set(self.model.get_decoder().modules())
         return [
             weight
             for module in self.model.modules()
             if module not in inside
             for weight in module.parameters(recurse=False)
+            if weight.requires_grad
         ]
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The options of ``kvfold uptrain``, validated without opening any file."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvfold.convert.options import (
@@ -26,8 +26,8 @@ class UptrainRequest(Request):
     Raises InputError, listing all problems, if values are invalid. Path objects are accepted and
     converted to strings.
 
-    >>> request = UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL")
-    >>> request.with_batch_tokens(65536).sequences_per_step
+    >>> files = {"model": "OUT", "out": "TRAINED", "text": "some.txt", "teacher": "MODEL"}
+    >>> UptrainRequest(**files, batch_tokens=65536).sequences_per_step
     64
     """
 
@@ -101,17 +101,10 @@ class UptrainRequest(Request):
                 f" {self.batch_tokens}",
             )
 
-    def with_batch_tokens(self, default: int) -> "UptrainRequest":
-        """The request with ``batch_tokens`` set: as given, or else the whole sequences, at least
-        one, in ``default`` tokens.
-        """
-        tokens = max(1, default // self.seq_len) * self.seq_len
-        return replace(self, batch_tokens=self.batch_tokens or tokens)
-
     @property
     def sequences_per_step(self) -> int:
         """The number of sequences per optimizer step, summed over all processes. ``batch_tokens``
-        must be set (see `with_batch_tokens`).
+        must be set.
         """
         assert self.batch_tokens is not None
         return self.batch_tokens // self.seq_len

@@ -10,8 +10,8 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -122,12 +122,11 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     work = request.training_folder
     resolve_output_path(request.out, overwrite=request.overwrite, model=source.folder)
     work.parent.mkdir(parents=True, exist_ok=True)
-    lock: AbstractContextManager[object] = nullcontext()
-    if launched_as_rank0():
+    first = launched_as_rank0()
+    if first:
         source.print_notes()
-        # No second run may write to the same folder meanwhile.
-        lock = lock_output(work.absolute())
-    with lock:
+    # No second run may write to the same folder meanwhile.
+    with lock_output(work.absolute()) if first else nullcontext():
         try:
             return _run_uptraining(request, source)
         except BaseException as error:
@@ -152,19 +151,20 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     side_files = read_side_files(source)
     device = choose_device(request.device)
     # On a CPU a step of 65,536 tokens takes a small language model many minutes.
-    on_cpu = device.type == "cpu"
-    request = request.with_batch_tokens(BATCH_TOKENS if on_cpu else FULL_BATCH)
+    tokens = BATCH_TOKENS if device.type == "cpu" else FULL_BATCH
+    tokens = max(1, tokens // request.seq_len) * request.seq_len
+    request = replace(request, batch_tokens=request.batch_tokens or tokens)
     precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
     # From here on the processes are connected.
     arguments = make_training_arguments(request, config.hidden_size, precision)
     checkpoint = broadcast_from_rank0(lambda: prepare_training_folder(request, source))
     arguments.eval_on_start = bool(request.eval_every) and checkpoint is None
-    tokens, held_out = broadcast_from_rank0(
+    sequences, held_out = broadcast_from_rank0(
         lambda: draw_uptraining_tokens(request, source, config.vocab_size)
     )
     _check_memory(request, source, config, arguments.per_device_train_batch_size, precision)
     teacher = load_teacher(request, source, precision)
-    trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
+    trainer = Uptrainer(request, source, arguments, teacher, sequences, held_out)
     with hide_progress_bars():  # of the checkpoints that the trainer saves
         state = trainer.train_and_gather_state(checkpoint)
 
@@ -177,9 +177,11 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
             path = Path(options[name])
             if path.exists():  # without its path, which is of this machine
                 options[name] = decode_file_name(path.resolve())
-        rows = trainer.get_log_rows()
-        record: dict[str, Any] = {"request": options, "log": rows}
-        record["precision"] = format_dtype(precision)
+        # Without the summary of the whole run. Trainer sorts the keys of rows that it saves: a
+        # resumed run must write the same bytes.
+        history = trainer.state.log_history
+        rows = [dict(sorted(row.items())) for row in history if "train_runtime" not in row]
+        record = {"request": options, "log": rows, "precision": format_dtype(precision)}
         if measured := [row for row in rows if "eval_loss" in row]:
             # As in `Uptrainer`, the first of equals is the best.
             best = min(measured, key=get_held_out_error)
@@ -254,8 +256,7 @@ def prepare_training_folder(request: UptrainRequest, source: Checkpoint) -> Path
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
-        teacher = open_checkpoint(request.teacher)
-        files += teacher.states
+        files += open_checkpoint(request.teacher).states
     now = json.dumps(
         {"options": request.collect_result_options(), "files": fingerprint_files(files)}, indent=1
     )
@@ -278,8 +279,11 @@ def _find_newest_checkpoint(work: Path) -> Path | None:
     """Return the newest training checkpoint in ``work`` that was written to its end; None if there
     is none.
     """
-    folders = [path for path in work.glob("*") if re.fullmatch("checkpoint-[0-9]{1,9}", path.name)]
-    states = [folder / STATE for folder in folders if (folder / STATE).is_file()]
+    states = [
+        state
+        for state in work.glob(f"*/{STATE}")
+        if re.fullmatch("checkpoint-[0-9]{1,9}", state.parent.name)
+    ]
     for state in sorted(states, key=os.path.getmtime, reverse=True):
         with suppress(InputError):
             parse_json_object(state, read_bytes(state))

@@ -199,14 +199,11 @@ def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
     kernels of inference engines support.
     """
     nope, value = spec.choose_head_dims(latent.value_dim)
-    rope = spec.rope_dim
-    if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
-        return latent
     return replace(
         latent,
-        rope_key=pad_rotary_pairs(latent.rope_key, 0, rope),
+        rope_key=pad_rotary_pairs(latent.rope_key, 0, spec.rope_dim),
         q_nope=pad(latent.q_nope, (0, 0, 0, nope - latent.nope_dim)),
-        q_rope=pad_rotary_pairs(latent.q_rope, 1, rope),
+        q_rope=pad_rotary_pairs(latent.q_rope, 1, spec.rope_dim),
         uk=pad(latent.uk, (0, 0, 0, nope - latent.nope_dim)),
         uv=pad(latent.uv, (0, 0, 0, value - latent.value_dim)),
         o=pad(latent.o, (0, value - latent.value_dim)),

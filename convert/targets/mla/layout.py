@@ -30,7 +30,7 @@ a model with as many groups of experts as experts, hence two.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
@@ -65,6 +65,10 @@ from kvfold.convert.targets.output_checkpoint import (
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 _CLASSES = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
 _TENSORS: dict[str, str] = _CLASSES["tensors"]
+# Properties of a model's block that a stock class has, or the config states; the others must have
+# their defaults.
+_STATED = {"norm", "norm_eps", "activation", "mlp", "order", "sparse", "tied"}
+_STATED |= {"experts_per_token", "experts_renormalized"}
 Source = str | tuple[str, ...] | None
 TensorShapes = dict[str, tuple[tuple[int, ...], Source]]
 
@@ -80,7 +84,7 @@ def build_mla_config(
     """
     block = model.block
     # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
-    down = model.names_by_role.get(("down", 0)) or model.names_by_role["expert_down", 0]
+    down = model.list_names("down", 0) or model.list_names("expert_down", 0)
     values = {
         "attention_dropout": 0.0,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -92,7 +96,7 @@ def build_mla_config(
     }
     if block.sparse:
         sparse = [layer.index for layer in model.layers if layer.sparse]
-        downs = model.names_by_role["expert_down", sparse[0]]
+        downs = model.list_names("expert_down", sparse[0])
         values["dense_layers"] = sparse[0]
         values["expert_width"] = model.tensors[downs[0]].shape[1]
         values["experts"] = len(downs)
@@ -245,7 +249,7 @@ class MlaCheckpoint(OutputCheckpoint):
         engine = self.spec.layout == "engine"
         factor = self.config["rope_parameters"]["factor"] if engine else 1.0
         tensors = encode_stock_mla(weights, layer, self.spec, factor)
-        for fused in self.model.names_by_role.get(("gate_up", layer), ()):
+        for fused in self.model.list_names("gate_up", layer):
             halves = self.checkpoint.read_tensor(fused).chunk(2)
             for role, half in zip(("gate", "up"), halves, strict=True):
                 tensors[_TENSORS[role].format(layer=layer)] = half.contiguous()
@@ -288,8 +292,14 @@ def plan_mla_output(
         shapes = [list_attention_shapes(model, spec, module) for module in modules]
         tensors = plan_custom_tensors(model, checkpoint, shapes, dtype)
     else:
+        if lost := _list_lost_properties(model):
+            raise InputError(
+                f"{checkpoint.origin}: the result would compute something other than the source;"
+                " use another --to or --layout",
+                lost,
+            )
         tensors = _plan_stock_tensors(model, checkpoint, spec, dtype)
-    output = MlaCheckpoint(
+    return MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}{f'+{divisors}' if divisors else ''}"
         + format_context(model),
         config={},
@@ -300,44 +310,25 @@ def plan_mla_output(
         checkpoint=checkpoint,
         dtype=dtype,
     )
-    # No property depends on the frequencies, which are chosen later.
-    theta = [[1.0] * (spec.rope_dim // 2)] * model.geometry.layers
-    if not own and (lost := _list_lost_properties(model, output.with_frequencies(theta).config)):
-        raise InputError(
-            f"{checkpoint.origin}: the result would compute something other than the source; use"
-            " another --to or --layout",
-            lost,
-        )
-    return output
 
 
-def _list_lost_properties(model: Model, config: Mapping[str, Any]) -> list[str]:
-    """One line for each property of ``model`` that a stock class with this ``config`` lacks. It
-    finds what no rule of ``problems.json`` has refused.
+def _list_lost_properties(model: Model) -> list[str]:
+    """The properties of ``model`` that no stock class has, though no rule of ``problems.json``
+    refuses them.
     """
-    text = config.get("text_config", config)
     block = model.block
-    context = text["max_position_embeddings"]
-    windows = [layer.window for layer in model.layers if (layer.window or context) < context]
-    softcaps = [layer.softcap for layer in model.layers if layer.softcap is not None]
-    properties = {  # in the source, in the result
-        "context": (model.geometry.positions, context),
-        "activation": (block.activation, text["hidden_act"]),
-        "residual_scale": (block.residual_scale, 1.0),
-        "embedding_scale": (block.embedding_scale, 1.0),
-        "logit_scale": (block.logit_scale, 1.0),
-        "logit_softcap": (block.logit_softcap, None),
-        "sliding_window": (windows, []),
-        "softcap": (softcaps, []),
-    }
-    if block.sparse:
-        properties["experts_per_token"] = (block.experts_per_token, text["num_experts_per_tok"])
-        properties["experts_renormalized"] = (block.experts_renormalized, text["norm_topk_prob"])
-    return [
-        f"{name}: {before} in the source, {after} in the result"
-        for name, (before, after) in properties.items()
-        if before != after
+    lost = [
+        f"{item.name}: {getattr(block, item.name)}"
+        for item in fields(block)
+        if item.name not in _STATED and getattr(block, item.name) != item.default
     ]
+    context = model.geometry.positions
+    for layer in model.layers:
+        if (layer.window or context) < context:
+            lost.append(f"sliding_window of layer {layer.index}: {layer.window}")
+        if layer.softcap is not None:
+            lost.append(f"softcap of layer {layer.index}: {layer.softcap}")
+    return lost
 
 
 def format_context(model: Model) -> str:
@@ -405,7 +396,7 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
     for layer in range(model.geometry.layers):
         attention = list_attention_shapes(model, spec, ATTENTION.format(layer=layer))
         shapes |= {name: (shape, None) for name, shape in attention.items()}
-        for fused in model.names_by_role.get(("gate_up", layer), ()):
+        for fused in model.list_names("gate_up", layer):
             rows, width = model.tensors[fused].shape
             for role in ("gate", "up"):  # two tensors in the stock class
                 shapes[_TENSORS[role].format(layer=layer)] = ((rows // 2, width), None)
@@ -434,7 +425,7 @@ def _list_copied_shapes(model: Model, layer: int | None) -> TensorShapes:
     return {
         name.format(layer=layer): (model.tensors[source].shape, source)
         for role, name in _TENSORS.items()
-        for source in model.names_by_role.get((role, layer), ())
+        for source in model.list_names(role, layer)
     }
 
 
@@ -443,12 +434,12 @@ def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> TensorShapes
     they copy, by output name.
     """
     mlp = f"model.layers.{layer}.mlp"
-    names = model.names_by_role
-    (router,) = names["router", layer]
-    downs = names["expert_down", layer]
+    (router,) = model.list_names("router", layer)
+    downs = model.list_names("expert_down", layer)
     width, inner = model.tensors[downs[0]].shape
     shared = inner if spec.layout == "engine" else 0
-    pairs = zip(names["expert_gate", layer], names["expert_up", layer], strict=True)
+    gates = model.list_names("expert_gate", layer)
+    pairs = zip(gates, model.list_names("expert_up", layer), strict=True)
     return {
         f"{mlp}.gate.weight": (model.tensors[router].shape, router),
         f"{mlp}.experts.gate_up_proj": (

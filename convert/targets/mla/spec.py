@@ -244,7 +244,7 @@ def _collect_condition_values(model: Model) -> dict[str, Any]:
     rope_types = {table["rope_type"] for table in tables}
     roles = {role for role, _ in model.names_by_role}
     sparse = [layer.index for layer in layers if layer.sparse]
-    experts = [len(model.names_by_role.get(("expert_down", layer), ())) for layer in sparse]
+    experts = [len(model.list_names("expert_down", layer)) for layer in sparse]
     return {
         **vars(model.block),
         "sinks": model.family.attention.sinks,

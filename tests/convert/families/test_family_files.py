@@ -51,11 +51,11 @@ def test_an_unknown_or_missing_key_is_an_error_that_names_its_place(place):
         inner = inner[step]
     inner["colour"] = "blue"
     with pytest.raises(ValueError, match="'colour'") as caught:
-        schema.build_family(data, "x.json")
+        schema.build_section(schema.Family, data, "x.json")
     assert all(str(step) in str(caught.value) for step in place)
     del inner["colour"], data["attention"]["scale"]
     with pytest.raises(ValueError, match=r"x.json: attention: .*'scale'"):
-        schema.build_family(data, "x.json")
+        schema.build_section(schema.Family, data, "x.json")
 
 
 def sections_of(part):
@@ -77,7 +77,9 @@ def test_the_example_of_the_guide_is_a_family(tmp_path):
     example = re.search(r"```json\n(.*?)```", guide.split("**A family**")[1], re.DOTALL)[1]
     (tmp_path / "llama.json").write_text((FOLDER / "llama.json").read_text())
     (tmp_path / "NAME.json").write_text(example)
-    family = schema.build_family(schema.read_family_table(tmp_path / "NAME.json"), "NAME.json")
+    family = schema.build_section(
+        schema.Family, schema.read_family_table(tmp_path / "NAME.json"), "NAME.json"
+    )
     model = Model(family, {**TINY, "hidden_size": 32, "num_attention_heads": 4})
     assert model.geometry.rotary_dims == 4
     assert model.tensors["model.layers.0.self_attn.qkv_proj.weight"].roles == ("q", "k", "v")

@@ -15,7 +15,7 @@ from helpers.cases import mostly_slow
 from helpers.checkpoints import convert, read_json, stock_model, tensors
 from helpers.walks import run_stream
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention import absorb
@@ -210,9 +210,5 @@ def test_sizes_left_out_are_those_of_the_stock_class():
 def test_a_wrapper_can_teach_a_plain_model(tmp_path):
     """Its number of tokens is in the config of its language model."""
     wrappers.make_wrapper("llava", tmp_path / "llava", vocab_size=2048)
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    with (
-        closing(open_checkpoint(tmp_path / "llava")) as teacher,
-        closing(open_checkpoint(demo_folder())) as student,
-    ):
-        check_teacher_tokenizer(teacher, student, tokenizer, trust_remote_code=False)
+    models = (open_checkpoint(tmp_path / "llava"), open_checkpoint(demo_folder()))
+    check_teacher_tokenizer(*models, trust_remote_code=False)
