@@ -368,12 +368,11 @@ def add_reply_scores(source: ModelResults, student: ModelResults) -> None:
     number of tokens before a reply first differs from the source's; ``draft_acceptance`` the rate
     at which the source accepts the model's next tokens.
     """
-    lengths = []
     equal = []
     for reply, other in zip(source.replies, student.replies, strict=True):
         shorter = min(len(reply), len(other))
-        lengths.append(len(reply))
         equal.append(int((reply[:shorter] == other[:shorter]).long().cumprod(0).sum()))
+    lengths = [len(reply) for reply in source.replies]
     source.scores["replies", "first_difference"] = torch.tensor(lengths)
     student.scores["replies", "first_difference"] = torch.tensor(equal)
     difference = (source.probabilities.float() - student.probabilities.float()).abs()

@@ -171,7 +171,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             callbacks=[PrintAndCheckLossCallback(request.quiet)],
         )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.fsdp_version != 2:
+        if getattr(plugin, "fsdp_version", 2) != 2:
             raise InputError(
                 "FSDP version 1 flattens weights, but uptraining needs separate tensors for their"
                 " learning rates; set fsdp_version: 2, as in convert/data/fsdp.yaml"

@@ -243,8 +243,7 @@ class MlaCheckpoint(OutputCheckpoint):
         from kvfold.convert.targets.mla.encode import encode_custom_mla, encode_stock_mla
 
         if self.spec.layout == "kvfold":
-            module = self.model.family.attention.format_module_name(layer)
-            shapes = list_attention_shapes(self.model, self.spec, module)
+            shapes = list_attention_shapes(self.model, self.spec, layer)
             return encode_custom_mla(weights, shapes)
         engine = self.spec.layout == "engine"
         factor = self.config["rope_parameters"]["factor"] if engine else 1.0
@@ -288,8 +287,8 @@ def plan_mla_output(
     divisors = count_cached_divisors(model, spec)
     own = spec.layout == "kvfold"
     if own:
-        modules = map(model.family.attention.format_module_name, range(model.geometry.layers))
-        shapes = [list_attention_shapes(model, spec, module) for module in modules]
+        layers = range(model.geometry.layers)
+        shapes = [list_attention_shapes(model, spec, layer) for layer in layers]
         tensors = plan_custom_tensors(model, checkpoint, shapes, dtype)
     else:
         if lost := _list_lost_properties(model):
@@ -324,7 +323,7 @@ def _list_lost_properties(model: Model) -> list[str]:
     ]
     context = model.geometry.positions
     for layer in model.layers:
-        if (layer.window or context) < context:
+        if layer.window and layer.window < context:
             lost.append(f"sliding_window of layer {layer.index}: {layer.window}")
         if layer.softcap is not None:
             lost.append(f"softcap of layer {layer.index}: {layer.softcap}")
@@ -394,7 +393,7 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
     if spec.layout == "engine":
         shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
     for layer in range(model.geometry.layers):
-        attention = list_attention_shapes(model, spec, ATTENTION.format(layer=layer))
+        attention = list_attention_shapes(model, spec, layer)
         shapes |= {name: (shape, None) for name, shape in attention.items()}
         for fused in model.list_names("gate_up", layer):
             rows, width = model.tensors[fused].shape
@@ -406,14 +405,21 @@ def list_mla_shapes(model: Model, spec: MlaSpec) -> TensorShapes:
     return shapes
 
 
-def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in the attention ``module`` of ``model`` converted to MLA
-    with ``spec``, by tensor name, as ``shapes.json`` lists them.
+def list_attention_shapes(model: Model, spec: MlaSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each attention tensor in ``layer`` of ``model`` converted to MLA with
+    ``spec``, by tensor name, as ``shapes.json`` lists them.
     """
     sizes = collect_mla_sizes(model, spec)
+    rows = SHAPES["stock"]
+    module = ATTENTION
+    if spec.layout == "kvfold":
+        rows = SHAPES["kvfold"]
+        module = model.family.attention.module
     return {
-        f"{module}.{name}": tuple(evaluate_expression(size, sizes) for size in row["shape"])
-        for name, row in SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
+        f"{module.format(layer=layer)}.{name}": tuple(
+            evaluate_expression(size, sizes) for size in row["shape"]
+        )
+        for name, row in rows.items()
         if evaluate_expression(row["when"], sizes)
     }
 

@@ -238,8 +238,7 @@ def _collect_condition_values(model: Model) -> dict[str, Any]:
     layers = model.layers
     norm = model.qk_norm
     positions = model.geometry.positions
-    windows = [layer.window or positions for layer in layers]
-    windows = [window for window in windows if window < positions]
+    windows = [layer.window for layer in layers if layer.window and layer.window < positions]
     tables = [read_rope_parameters(model.values, layer.type) for layer in layers]
     rope_types = {table["rope_type"] for table in tables}
     roles = {role for role, _ in model.names_by_role}
