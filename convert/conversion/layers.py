@@ -153,7 +153,7 @@ def fit_layer(
             weights=weights,
             channels=spec.data_channels,
             slots=plan.slots[index],
-            rotary=make_layer_rotary(model, index, "short"),
+            rotary=make_layer_rotary(model, index),
             context=count_visible_positions(model, index),
             scale=model.layers[index].scale,
             query_channels=None if rank is None else rank - spec.has_constant_channel,
@@ -233,7 +233,7 @@ def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
     fits keys. They never change the output's own RoPE.
     """
     try:
-        return make_layer_rotary(plan.model, layer, "short")
+        return make_layer_rotary(plan.model, layer)
     except InputError:
         # Rope types whose frequencies depend on the text length (dynamic) are fitted as for short
         # texts.

@@ -124,7 +124,7 @@ def survey_layers(
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         statistics = statistics.to(device)
         weights = linearize_norms(read_source_layer(plan, index).to(device), statistics)
-        rotary = make_layer_rotary(plan.model, index, "short")
+        rotary = make_layer_rotary(plan.model, index)
         context = count_visible_positions(plan.model, index)
         surveys.append(rope_slots.survey_layer(weights, statistics, rotary, context))
         if trials and index in probed:
@@ -141,9 +141,7 @@ def choose_slots_of_all_layers(plan: Plan, surveys: Sequence[LayerSurvey]) -> li
     """
     spec = plan.mla_spec
     assert spec is not None
-    thetas = [
-        make_layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
-    ]
+    thetas = [make_layer_rotary(plan.model, layer).theta for layer in range(plan.geometry.layers)]
     first = next((layer for layer, theta in enumerate(thetas) if theta.numel()), None)
     if first is None:
         return [rope_slots.NO_SLOTS] * len(thetas)

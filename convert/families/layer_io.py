@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import ContextRange
 from kvfold.convert.families.schema import ROLES, AttentionSchema, QueryKeyNorm, Role
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
@@ -22,12 +21,11 @@ Read = Callable[[str], Tensor]
 _SUFFIXES = {"weight": "", "bias": "_bias"}  # of the fields of AttentionWeights
 
 
-def make_layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
-    """The rotary embedding of ``layer``; it has no frequencies if the layer does not rotate.
-    ``context`` selects the frequencies for short or long texts, as in
-    ``Model.compute_frequencies``.
+def make_layer_rotary(model: Model, layer: int) -> Rotary:
+    """The rotary embedding of ``layer`` for short texts; it has no frequencies if the layer does
+    not rotate.
     """
-    theta, amplitude = model.compute_frequencies(layer, context)
+    theta, amplitude = model.compute_frequencies(layer)
     return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)
 
 

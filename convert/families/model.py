@@ -217,10 +217,10 @@ class Model:
         names = [name for role in ROLES if role in roles for name in self.list_names(role, layer)]
         return tuple(dict.fromkeys(names))
 
-    def compute_frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
+    def compute_frequencies(self, layer: int, context: ContextRange = "short") -> Frequencies:
         """The rotary frequencies of ``layer`` in radians per position, and the factor for queries
-        and keys; no frequencies if the layer does not rotate. Raises InputError for invalid rotary
-        parameters.
+        and keys, for short or for long texts; no frequencies if the layer does not rotate. Raises
+        InputError for invalid rotary parameters.
         """
         how = self.layers[layer]
         return compute_frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)

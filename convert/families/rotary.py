@@ -128,14 +128,14 @@ def count_rotary_dims(values: ConfigValues) -> int:
 
 
 def compute_frequencies(
-    values: ConfigValues, layer_type: str | None, context: ContextRange | None = None
+    values: ConfigValues, layer_type: str | None, context: ContextRange = "short"
 ) -> Frequencies:
     """The rotary frequencies of a layer type in radians per position, and the factor that scales
     queries and keys.
 
-    longrope has different frequencies for short and for long texts; unless both sets are equal,
-    ``context`` must select one. Raises ``InputError`` for unknown rope types, types without fixed
-    frequencies (dynamic) and invalid parameters.
+    longrope has different frequencies for short and for long texts, which ``context`` selects.
+    Raises ``InputError`` for unknown rope types, types without fixed frequencies (dynamic) and
+    invalid parameters.
     """
     table = read_rope_parameters(values, layer_type)
     dims = count_rotary_dims(values)
@@ -223,7 +223,7 @@ def scale_frequencies_yarn(table: Table, theta: list[float], positions: int) -> 
 
 
 def _scale_frequencies_longrope(
-    table: Table, theta: list[float], positions: int, context: ContextRange | None
+    table: Table, theta: list[float], positions: int, context: ContextRange
 ) -> Frequencies:
     """The frequencies ``theta`` of LongRoPE, each divided by its own factor from the config, for
     short or for long texts, and the factor for queries and keys.
@@ -238,15 +238,9 @@ def _scale_frequencies_longrope(
                 f" pair, not {str(factors)[:80]}"
             )
         divisors[name] = [float(factor) for factor in factors]
-    if context is None and divisors["short"] != divisors["long"]:
-        raise InputError(
-            "config.json: rope_type 'longrope' has different frequencies for texts longer than"
-            f" {table['original_max_position_embeddings']} tokens, but this conversion supports"
-            " only one set; make short_factor and long_factor equal"
-        )
     factor, original = _compute_context_growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    chosen = zip(theta, divisors[context or "short"], strict=True)
+    chosen = zip(theta, divisors[context], strict=True)
     return [angle / divisor for angle, divisor in chosen], amplitude
 
 

@@ -61,7 +61,7 @@ def plan_custom_gqa_checkpoint(
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies
     # describe the model.
-    frequencies, amplitude = source.compute_frequencies(0, "short")
+    frequencies, amplitude = source.compute_frequencies(0)
     theta = [frequencies] * len(source.layers) if source.short_context else ()
     clip = source.layers[0].clip
     facts = {
@@ -125,7 +125,7 @@ def build_custom_config(
         rows[layer]["frequencies"] = list(frequencies)
         if source.short_context:
             long, _ = source.compute_frequencies(layer, "long")
-            pairs = dict(zip(source.compute_frequencies(layer, "short")[0], long, strict=True))
+            pairs = dict(zip(source.compute_frequencies(layer)[0], long, strict=True))
             # A layer that does not rotate has slots of another one, and nothing in them.
             rows[layer]["long_frequencies"] = [pairs.get(angle, angle) for angle in frequencies]
     shared = {name for name, value in rows[0].items() if all(row[name] == value for row in rows)}

@@ -111,7 +111,7 @@ def check_teacher_tokenizer(
     models = (teacher, student)
     size, fewest = (load_config(model, trust_remote_code).vocab_size for model in models)
     tokens, expected = (
-        load_tokenizer(model, trust_remote_code, "distillation").get_vocab() for model in models
+        load_tokenizer(model, trust_remote_code, "a teacher").get_vocab() for model in models
     )
     mismatch = None
     if size < fewest:

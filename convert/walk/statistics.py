@@ -97,7 +97,7 @@ def compute_queries_and_keys(
     ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the
     bias ``slope_h j`` for position ``j``.
     """
-    rotary = make_layer_rotary(model, layer, "short")
+    rotary = make_layer_rotary(model, layer)
     scale = model.layers[layer].scale
     clip = model.layers[layer].clip
     inputs = output.attention_input
