@@ -6,6 +6,7 @@ hub id is used.
 """
 
 import hashlib
+import math
 import os
 import re
 import sys
@@ -112,6 +113,10 @@ class Checkpoint:
             if info.dtype in FLOAT_DTYPES:
                 sizes[info.dtype] += info.nbytes
         return sizes
+
+    def count_elements(self) -> int:
+        """Return the number of elements of all tensors."""
+        return sum(math.prod(info.shape) for info in self.tensors.values())
 
     def read_tensor(self, name: str) -> "torch.Tensor":
         """Read the tensor ``name`` in its stored dtype and shape into new CPU memory."""

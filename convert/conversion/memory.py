@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvfold.convert.checkpoint.files import list_files_besides_weights
-from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
@@ -275,7 +274,7 @@ def _estimate_polishing(plan: Plan, sizes: Sizes) -> MemoryNeed:
     half = sizes.on_gpu and request.precision != "float32"
     if activations > MOST_ACTIVATIONS:
         stored = sum(info.nbytes for info in plan.checkpoint.tensors.values())
-        weights = stored * (frozen + trained) // count_elements(plan.checkpoint)
+        weights = stored * (frozen + trained) // plan.checkpoint.count_elements()
         activations = activations // sizes.layers + _FLOAT * sizes.layers * batch * sizes.width
     else:
         weights = _FLOAT * (frozen + trained)
@@ -412,11 +411,6 @@ def estimate_uptraining_memory(
         " --refine, which train the attention alone",
     )
     return _add_libraries(need, on_gpu)
-
-
-def count_elements(checkpoint: Checkpoint) -> int:
-    """Return the number of elements of all tensors of ``checkpoint``."""
-    return sum(prod(info.shape) for info in checkpoint.tensors.values())
 
 
 def describe_memory(plan: Plan) -> Mapping[str, Any]:

@@ -13,7 +13,6 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.conversion.calibration import open_comparison_stage
 from kvfold.convert.conversion.memory import (
     check_free_memory,
-    count_elements,
     estimate_comparison_memory,
 )
 from kvfold.convert.device import choose_compute_dtype, choose_device
@@ -69,7 +68,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     count = request.samples
     tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
     on_gpu = device.type == "cuda"
-    elements = max(count_elements(source), count_elements(student))
+    elements = max(source.count_elements(), student.count_elements())
     needs = [
         estimate_comparison_memory(elements, config, tokens.numel(), gpu) for gpu in (on_gpu, False)
     ]

@@ -2,7 +2,6 @@
 transformers.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -318,7 +317,6 @@ def _describe_files(
     """The fields of an `Inspection` that need no family: architecture, dtype, parameters and cache
     size. ``windows`` has an entry per layer, None for full attention.
     """
-    infos = checkpoint.tensors.values()
     sizes = checkpoint.count_float_bytes()
     dtype = max(sizes, key=sizes.__getitem__, default=read_config_dtype(checkpoint.config))
     return {
@@ -326,8 +324,8 @@ def _describe_files(
         "notes": list(checkpoint.notes),
         "architecture": (read_architectures(checkpoint.config) or ["unknown"])[0],
         "dtype": dtype,
-        "parameters": sum(math.prod(info.shape) for info in infos),
-        "weight_bytes": sum(info.nbytes for info in infos),
+        "parameters": checkpoint.count_elements(),
+        "weight_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
         "cache": compute_cache_size(result, windows, dtype),
     }
 

@@ -2,7 +2,6 @@
 config.json.
 """
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +74,14 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
             problems.append(f"tensor {name!r} in {info.file} has NaN or infinite elements")
     if files:
         problems += find_changed_tensors(checkpoint, tensors)
-    elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     checkpoint.check_unchanged()
-    return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
+    return Verification(
+        origin=checkpoint.origin,
+        files=len(files),
+        tensors=len(checkpoint.tensors),
+        elements=checkpoint.count_elements(),
+        problems=problems,
+    )
 
 
 def require_intact(verification: Verification) -> None:

@@ -44,7 +44,6 @@ from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_
 from kvfold.convert.conversion.card import escape_markdown_value, render_trained_card
 from kvfold.convert.conversion.memory import (
     check_free_memory,
-    count_elements,
     estimate_uptraining_memory,
 )
 from kvfold.convert.conversion.record import get_package_versions
@@ -204,12 +203,12 @@ def _check_memory(
     teacher = 0
     if request.teacher is not None:
         opened = open_checkpoint(request.teacher)
-        teacher = count_elements(opened) * precision.itemsize
+        teacher = opened.count_elements() * precision.itemsize
     on_gpu = choose_device(request.device).type == "cuda"
     tokens = sequences * request.seq_len
     needs = [
         estimate_uptraining_memory(
-            count_elements(source), teacher, config, tokens, gpu, request.gradient_checkpointing
+            source.count_elements(), teacher, config, tokens, gpu, request.gradient_checkpointing
         )
         for gpu in (on_gpu, False)
     ]

@@ -66,7 +66,7 @@ def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
         drift_checkpoints(DriftRequest(str(folder), str(folder), **sizes, quiet=True))
         with closing(open_checkpoint(folder)) as opened:
             config = load_config(opened, False)
-            elements = memory.count_elements(opened)
+            elements = opened.count_elements()
         estimate = memory.estimate_comparison_memory(elements, config, SAMPLES * LENGTH, False).host
     else:
         sizes = {"steps": 1, "batch_tokens": 1024, "seq_len": LENGTH, "eval_sequences": 4}
@@ -84,7 +84,7 @@ def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
         uptrain_checkpoint(request)
         with closing(open_checkpoint(folder)) as opened:
             config = load_config(opened, False)
-            elements = memory.count_elements(opened)
+            elements = opened.count_elements()
         estimate = memory.estimate_uptraining_memory(elements, 0, config, 1024, False, False).host
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return {"peak_bytes": peak, "estimated_bytes": estimate}
