@@ -10,7 +10,7 @@ Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` sequences in all, ``E
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -129,34 +129,20 @@ def compare_models(
     actual = [student.embed(rows) for rows in batches]
     layers = []
     for index in range(teacher.layers):
+        errors = []
         with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
-            layers.append(compare_layer(layer, student_layer, expected, actual, student, progress))
+            for batch, hidden in enumerate(expected):
+                output = layer(hidden)
+                shown = hidden.to(student.device, student.dtype)
+                error, actual[batch] = compare_batch(output, student_layer, shown, actual[batch])
+                errors.append(error)
+                expected[batch] = output.states
+                progress(2 * hidden.shape[:2].numel(), False)
+        layers.append(make_layer_drift(errors))
     measured = compare_predictions(
         teacher, student, expected, actual, batches, lambda compared: progress(compared, True)
     )
     return replace(measured, layers=tuple(layers))
-
-
-def compare_layer(
-    layer: StreamLayer,
-    student_layer: StreamLayer,
-    expected: MutableSequence[Tensor],
-    actual: MutableSequence[Tensor],
-    student: LayerStream,
-    progress: ComparisonProgress,
-) -> LayerDrift:
-    """Run the residual streams of both models (lists of ``[B, T, E]``, replaced in place) through
-    one layer, and return the drift of this layer.
-    """
-    errors = []
-    for batch, hidden in enumerate(expected):
-        output = layer(hidden)
-        shown = hidden.to(student.device, student.dtype)
-        error, actual[batch] = compare_batch(output, student_layer, shown, actual[batch])
-        errors.append(error)
-        expected[batch] = output.states
-        progress(2 * hidden.shape[:2].numel(), False)
-    return make_layer_drift(errors)
 
 
 def compare_batch(
@@ -180,13 +166,18 @@ def compare_batch(
         (output.states, local.states),
         (output.states, propagated.states),
     ]
-    return torch.stack([_sum_squared_error(*pair) for pair in pairs]), propagated.states
+    errors = []
+    for expected, actual in pairs:
+        wrong = _cast_to_float32(expected) - _cast_to_float32(actual).to(expected.device)
+        errors.append(torch.stack([sum_squares(wrong), sum_squares(expected)]))
+    return torch.stack(errors), propagated.states
 
 
 def make_layer_drift(errors: Sequence[Tensor]) -> LayerDrift:
     """Return the drift of a layer from what `compare_batch` returned for each batch."""
-    sums = torch.stack(list(errors)).sum(0).tolist()
-    return LayerDrift(*[compute_relative_error(*pair) for pair in sums])
+    error, norm = torch.stack(list(errors)).sum(0).unbind(1)
+    # outputs that are all zero, as they should be, have no error
+    return LayerDrift(*torch.where(error > 0, error / norm, error).sqrt().tolist())
 
 
 def compare_predictions(
@@ -323,29 +314,12 @@ def compute_margin(values: Tensor) -> float | None:
     return quantile * float(values.std()) / math.sqrt(count)
 
 
-def compute_relative_error(difference: float, size: float) -> float:
-    """Return ``sqrt(difference / size)`` for a squared error and a squared norm; 0 if
-    both are 0.
-    """
-    if difference == 0:
-        return 0.0
-    return math.sqrt(difference / size) if size > 0 else math.inf
-
-
 def sum_squares(values: Tensor) -> Tensor:
     """Return the sum of squares of ``values`` as a float64 scalar on their device."""
     total: Tensor = (
         torch.linalg.vector_norm(_cast_to_float32(values), dim=-1).double().square().sum()
     )
     return total
-
-
-def _sum_squared_error(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return the squared error of ``actual`` and the squared norm of ``expected``: ``[2]``,
-    float64, on the device of ``expected``.
-    """
-    difference = _cast_to_float32(expected) - _cast_to_float32(actual).to(expected.device)
-    return torch.stack([sum_squares(difference), sum_squares(expected)])
 
 
 def _cast_to_float32(values: Tensor) -> Tensor:

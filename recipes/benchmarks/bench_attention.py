@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from kvfold.attention import grouped_attention, latent_attention
-from kvfold.attention.latent import absorb_query, attend_to_latents, expand_value
+from kvfold.attention.latent import attend_to_latents
 from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.bench import read_peak_memory
 
@@ -122,11 +122,11 @@ def latent_step(form: str, dtype: torch.dtype) -> Step:
         return latent_attention(nope, rope, latent, up_key, up_value, absorbed=form == "absorbed")
 
     def by_decode() -> Tensor:
-        query = absorb_query(nope, up_key)
+        query = torch.einsum("bhtd,hdr->bhtr", nope, up_key)
         z = attend_to_latents(
             query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5
         )
-        return expand_value(z, up_value)
+        return torch.einsum("bhtr,hdr->bhtd", z, up_value)
 
     return Step(
         f"MLA 512+64 {form}", read, operations, by_decode if form == "latent_decode" else attend

@@ -104,21 +104,19 @@ def factor_layer(
     gains = compute_pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     rows = _stack_key_and_value_rows(projections, queries, split[2], gains)
-    center = torch.zeros_like(mean[:-1])
+    basis = compute_principal_basis(rows, rank, dtype)
+    down = pad(basis, (0, 1))
+    center = None
     if not centered:
         # Without a bias, a latent also carries the means.
         center = torch.linalg.solve_triangular(root, mean[:-1, None], upper=False)[:, 0]
-    basis = compute_principal_basis(torch.cat([rows, (rows @ center)[:, None]], 1), rank, dtype)
-    linear = basis[:, :-1]
-    down = torch.cat([linear, (linear @ center)[:, None]], 1)
-    readout = linear.mT + torch.outer(center, basis[:, -1])
-    factors = _join_factors(projections, split, gains, down, readout)
+        down[:, -1] = basis @ center
+    factors = _join_factors(projections, split, gains, down)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
-        explained = None if centered else center
         factors = als.alternate_least_squares(
-            projections, queries, explained, slots.theta, distances, factors, dtype
+            projections, queries, center, slots.theta, distances, factors, dtype
         )
     factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
@@ -151,11 +149,11 @@ def factor_by_svd(
     queries = projections.queries @ projections.queries.mT
     split = split_rotary_keys(projections, slots, queries)
     rows = torch.cat([split[2], projections.values])[..., :-1].flatten(0, 1)
-    basis = compute_principal_basis(rows, rank)
+    down = pad(compute_principal_basis(rows, rank), (0, 1))
     # Text of one token: every rotation is 1.
     distances = DistanceMixture(blank.profile, 1)
     gains = average_rotation_factors(distances, rotary.theta)
-    factors = _join_factors(projections, split, gains, pad(basis, (0, 1)), basis.mT)
+    factors = _join_factors(projections, split, gains, down)
     factors = balance_channels(factors, queries, projections.metric)
     return _make_latent_weights(
         projections, projections, factors, slots, root, mean, distances, False
@@ -167,14 +165,14 @@ def _join_factors(
     split: tuple[Tensor, Tensor, Tensor],
     gains: Tensor,
     down: Tensor,
-    readout: Tensor,
 ) -> LatentFactors:
-    """Return factors of rotary keys (``split``, from `split_rotary_keys`) and of a latent
-    (``down [R, E+1]``, ``readout [E, R]``) for the remaining keys, multiplied by ``gains [H, L]``,
-    and the values.
+    """Return factors of rotary keys (``split``, from `split_rotary_keys`) and of a latent with
+    orthonormal directions (``down [R, E+1]``) for the remaining keys, multiplied by ``gains [H,
+    L]``, and the values.
     """
     rope_key, up_rope, rest = split
     keys = multiply_pairs(rest.repeat_interleave(projections.query_heads_per_kv_head, 0), gains)
+    readout = down[:, :-1].mT
     return LatentFactors(
         down=torch.cat([rope_key, down]),
         up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
@@ -237,8 +235,7 @@ def balance_channels(factors: LatentFactors, queries: Tensor, metric: Tensor) ->
     mixing = make_hartley_matrix(len(size)).to(size)
     channels = mixing @ (size[:, None] * white)
     back = turn / size @ mixing
-    scale = channels.norm()
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = size.norm()
     pairs = [matrix.diagonal()[:rope].view(2, -1).sum(0) for matrix in (keys, moment)]
     grown = (pairs[0] / pairs[1]).pow(0.25).nan_to_num(1.0, 1.0) / scale
     grown = torch.where(grown > 0, grown, 1.0).repeat(2)
