@@ -207,7 +207,7 @@ class ShardWriter:
         self.digests: dict[str, str] = {}
         self.non_finite: set[str] = set()
         self._copies: list[Future[None]] = []
-        self._progress: Callable[[int], object] | None = None
+        self._progress: Callable[[int], object] = lambda _: None
         self._stopped = threading.Event()
         for shard in self._shards if resume_written is None else ():
             with open_file(folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
@@ -252,8 +252,7 @@ class ShardWriter:
             self.digests[name] = hashlib.sha256(data).hexdigest()
             self.written.add(name)
             count += len(data)
-        if self._progress is not None:
-            self._progress(count)
+        self._progress(count)
         return count
 
     @contextmanager
@@ -285,7 +284,7 @@ class ShardWriter:
         # than the slower one
         with ThreadPoolExecutor(1 if legacy else _THREADS, "kvfold-copy") as pool:
             self._copies = [
-                pool.submit(self._copy_tensor, location, checkpoint, progress) for location in rest
+                pool.submit(self._copy_tensor, location, checkpoint) for location in rest
             ]
             # the disk is at work before the last tensor is computed
             self._copies.append(pool.submit(self.sync))
@@ -301,11 +300,9 @@ class ShardWriter:
             finally:
                 sys.setswitchinterval(interval)
 
-    def _copy_tensor(
-        self, location: TensorLocation, checkpoint: Checkpoint, progress: Callable[[int], object]
-    ) -> None:
+    def _copy_tensor(self, location: TensorLocation, checkpoint: Checkpoint) -> None:
         """Copy the bytes of one output tensor from its source tensors to its ``location``, and
-        store their SHA-256. ``progress`` is called with the number of bytes of each step.
+        store their SHA-256.
         """
         tensor = location.tensor
         # Reading hashes the bytes; what is cast or joined has a hash of its own.
@@ -327,7 +324,7 @@ class ShardWriter:
                 if has_non_finite(data, tensor.dtype):
                     self.non_finite.add(tensor.name)
                 position += len(data)
-                progress(len(data))
+                self._progress(len(data))
         if (size := position - location.start) != tensor.nbytes:
             raise KvfoldError(
                 f"tensor {tensor.name!r} needs {tensor.nbytes} bytes, but its source tensors have"

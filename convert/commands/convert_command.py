@@ -24,14 +24,12 @@ def _build_convert_request(options: dict[str, Any], further: dict[str, Any]) -> 
     """
     from kvfold.convert.recipes import make_recipe_request
 
-    context = click.get_current_context()
     recipe = further.pop("recipe")
-    if recipe is None and options["to"] is None:
-        raise click.UsageError(
-            "missing option '--to' (gqa, mqa or mla); or use '--recipe'", context
-        )
     if recipe is None:
+        if options["to"] is None:
+            raise click.UsageError("missing option '--to' (gqa, mqa or mla); or use '--recipe'")
         return ConvertRequest(**options)
+    context = click.get_current_context()
     given = {
         name: value
         for name, value in options.items()

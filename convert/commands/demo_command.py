@@ -73,21 +73,25 @@ def _convert_to_all_targets(folder: Path) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokens = cut_token_windows(tokenizer, read_text("held_out"), _WINDOWS, _LENGTH)
-    elements = inspection.cache.cache_elements
-    measured: list[tuple[str, int, Path]] = [("the original (MHA)", elements, model)]
+    rows = [
+        {
+            "target": "the original (MHA)",
+            "cache_elements": inspection.cache.cache_elements,
+            "perplexity": measure_perplexity(model, tokens),
+        }
+    ]
     for name, options in TARGETS.items():
         click.echo(f"kvfold convert MODEL {name} {' '.join(format_argv(options))}", err=True)
         request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
         plan = convert_checkpoint(request).plan
-        measured.append((name, plan.result.count_cache_elements(), folder / name))
-    return [
-        {
-            "target": target,
-            "cache_elements": elements,
-            "perplexity": measure_perplexity(path, tokens),
-        }
-        for target, elements, path in measured
-    ]
+        rows.append(
+            {
+                "target": name,
+                "cache_elements": plan.result.count_cache_elements(),
+                "perplexity": measure_perplexity(folder / name, tokens),
+            }
+        )
+    return rows
 
 
 def _format_demo_table(rows: list[dict[str, Any]]) -> list[str]:
