@@ -186,7 +186,9 @@ def _run_and_print_error(command: click.Command, arguments: Sequence[str] | None
             command.main(args=arguments, prog_name=command.name, standalone_mode=False)
             status = 0
         except (KeyboardInterrupt, click.Abort) as error:
-            left_behind = _join_notes(error) or left_behind
+            # click puts an Abort in the place of a KeyboardInterrupt, which has the notes.
+            notes = getattr(error.__cause__ or error, "__notes__", [left_behind])
+            left_behind = "; ".join(notes)
         except Exception as error:
             message, status = _explain_error(error)
         if status:
@@ -225,17 +227,8 @@ def _explain_error(error: Exception) -> tuple[str, int]:
         f"unexpected {type(error).__name__}: {summarize_error(error)} (set KVFOLD_TRACEBACK=1 to"
         " see the traceback, and please report it)"
     )
-    wrong_name = getattr(error, "errno", None) == errno.ENAMETOOLONG
-    status = 2 if wrong_name else 1
-    return escape_text("; ".join(filter(None, [message, _join_notes(error)]))), status
-
-
-def _join_notes(error: BaseException) -> str:
-    """The notes that were added to an exception, or to the KeyboardInterrupt that click replaced by
-    its own, joined into a clause.
-    """
-    notes: list[str] = getattr(error, "__notes__", []) or getattr(error.__cause__, "__notes__", [])
-    return "; ".join(notes)
+    status = 2 if getattr(error, "errno", None) == errno.ENAMETOOLONG else 1
+    return escape_text("; ".join([message, *getattr(error, "__notes__", ())])), status
 
 
 def check_output_files(json_file: str | None, report: str | None = None) -> None:

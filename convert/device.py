@@ -42,9 +42,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_compute_dtype(
-    checkpoint: Checkpoint, device: torch.device, name: str = "auto"
-) -> torch.dtype:
+def choose_compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str) -> torch.dtype:
     """The torch dtype called ``name``; ``auto`` is float32 on a CPU, and on CUDA the dtype that
     most of the checkpoint is stored in.
     """

@@ -83,11 +83,11 @@ def option_error(field: str, value: Any, rule: str) -> InputError:
     return InputError(f"{format_option(field, value)}{space}{rule}", field=field)
 
 
-def summarize_error(error: BaseException, longest: int = 300) -> str:
-    """A library's error message in one line of at most ``longest`` characters, or the exception's
-    type if the message is empty.
+def summarize_error(error: BaseException) -> str:
+    """A library's error message in one line of at most 300 characters, or the exception's type if
+    the message is empty.
     """
-    return " ".join(str(error).split())[:longest] or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def escape_text(text: str) -> str:

@@ -54,7 +54,7 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
         dist.broadcast_object_list(outcome, src=0)
     except RuntimeError as error:
         raise KvfoldError(
-            f"another process of this run has ended ({summarize_error(error, 200)}); see its error"
+            f"another process of this run has ended ({summarize_error(error)}); see its error"
             " above or in its log, then run the same command again"
         ) from error
     if outcome[1] is not None:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.files import read_bytes
 from kvfold.convert.errors import (
     InputError,
     format_option,
@@ -22,7 +23,6 @@ from kvfold.convert.options import collect_options
 from kvfold.convert.request import ConvertRequest
 
 _RECIPE_FOLDER = Path(__file__).resolve().parent / "data" / "recipes"
-_LARGEST_RECIPE = 1 << 20  # bytes
 
 # Recipe values that an overriding option displaces, because both specify the split of the cache, or
 # the training.
@@ -110,10 +110,8 @@ def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
             f" or one of {', '.join(names)}",
         )
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_RECIPE).decode("utf-8-sig")
-        options = tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:  # also of numbers with too many digits
+        options = tomllib.loads(read_bytes(path).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # also of numbers with too many digits
         raise option_error(
             "recipe", recipe, f"is not valid TOML: {summarize_error(error)}; correct the file"
         ) from error

@@ -151,9 +151,7 @@ class ConvertRequest(CalibratedRequest):
     'principal'
     """
 
-    out: str = option(
-        argument=True, rule="the path of an output folder", check=str.strip, runs=True
-    )
+    out: str = _source(rule="the path of an output folder")
     to: AttentionKind = option(help="Attention kind to convert to; required without --recipe.")
     kv_heads: int | None = option(
         None, "Key/value heads of the result (gqa).", minimum=1, targets=("gqa",)

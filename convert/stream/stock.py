@@ -203,7 +203,7 @@ class ModelHead:
 
 def describe_error(error: Exception) -> str:
     """Return the type of another library's error and the beginning of its message."""
-    return f"{type(error).__name__}: {summarize_error(error, 200)}"
+    return f"{type(error).__name__}: {summarize_error(error)}"
 
 
 @contextmanager

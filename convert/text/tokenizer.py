@@ -42,7 +42,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         # It reads config.json first: a bad one is not the tokenizer's fault.
         build_empty_model(checkpoint.config, torch.float32)
         cause_and_fix = (
-            f"it cannot be loaded ({summarize_error(error, 200)}); put the tokenizer files into"
+            f"it cannot be loaded ({summarize_error(error)}); put the tokenizer files into"
             " the folder"
         )
         packages = "sentencepiece", "protobuf"

@@ -204,7 +204,7 @@ def _load_state(task: TrainingTask, saved: Path) -> TrainingResult | None:
         result = TrainingResult(**state)
     except Exception as error:  # whatever torch's readers raise
         print(
-            f"discarding {saved}, which cannot be read ({summarize_error(error, 100)}): this"
+            f"discarding {saved}, which cannot be read ({summarize_error(error)}): this"
             " training starts over",
             file=sys.stderr,
         )
