@@ -313,7 +313,7 @@ def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> 
     stdout, ``text`` goes to stderr.
     """
     if json_file is not None:
-        content = json.dumps(to_json_values(value()), indent=2, allow_nan=False)
+        content = json.dumps(to_json_values(value()), indent=2)
         if json_file == STDOUT:
             click.echo(content)
         else:

@@ -86,7 +86,7 @@ class Option:
         """
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        if isinstance(value, str) and value in self.choices:
+        if value in self.choices:
             return value
         # int() also reads the digits of other scripts.
         if isinstance(value, str) and value.isascii():

@@ -167,23 +167,20 @@ class Checkpoint:
             self.digests[info.name] = digest.hexdigest()
 
     def _get_pickled_bytes(self, path: Path, info: TensorInfo) -> memoryview:
-        """Return the bytes of the tensor at ``info`` in the legacy file ``path``: of a whole stored
-        tensor, or of one expert in a tensor of all experts.
+        """Return the bytes of the tensor at ``info`` in the legacy file ``path``, a stored tensor
+        or a part of one, such as one expert of all.
         """
         from kvfold.convert.checkpoint.tensors import load_pickled_state, view_as_bytes
 
         if path not in self._loaded:
             self._loaded.clear()
             self._loaded[path] = load_pickled_state(path)
-        state = self._loaded[path]
-        whole = info
-        if info.name not in state:
-            whole = next(
-                stored
-                for stored in (self.stored or {}).values()
-                if stored.file == info.file and stored.start <= info.start < stored.end
-            )
-        data = view_as_bytes(state[whole.name])
+        whole = next(
+            stored
+            for stored in (self.stored or self.tensors).values()
+            if stored.file == info.file and stored.start <= info.start and info.end <= stored.end
+        )
+        data = view_as_bytes(self._loaded[path][whole.name])
         return data[info.start - whole.start : info.end - whole.start]
 
     def has_equal_tensors(self, first: str, second: str) -> bool:
