@@ -99,7 +99,6 @@ def _plan_dry_run(request: ConvertRequest) -> Conversion:
     headers are fetched; a local folder without weights needs only its config.json.
     """
     checkpoint = checkpoint_from_config(request.model) or open_checkpoint_headers(request.model)
-    resolve_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
     plan = make_plan(request, checkpoint)
     plan.checkpoint.print_notes()
     return Conversion(plan)

@@ -218,16 +218,14 @@ def summarize_plan(plan: Plan) -> str:
         rows.append(
             ("polish", f"{steps} steps of {count_step_tokens(request.calibration_length)} tokens")
         )
+    disk = format_bytes(estimate_disk(plan))
+    rows.append(("disk", f"{disk} needed, {format_bytes(get_free_disk_bytes(plan))} free"))
     memory = describe_memory(plan)
-    rows_of_memory = []
-    for name, unit in (("host", "RAM"), ("card", "GPU")):
-        if (needed := memory[f"{name}_memory_bytes"]) is None:
-            continue
-        text = f"about {format_bytes(needed)} needed"
-        if (free := memory[f"{name}_memory_free_bytes"]) is not None:
-            text += f", {format_bytes(free)} free"
-        rows_of_memory.append((unit, text + " (estimated, not measured)" * (name == "card")))
-    needed_on_disk = format_bytes(estimate_disk(plan))
-    disk = f"{needed_on_disk} needed, {format_bytes(get_free_disk_bytes(plan))} free"
-    rows += [("disk", disk), *rows_of_memory, ("written", "nothing (--dry-run)")]
+    for label, name in (("RAM", "host"), ("GPU", "card")):
+        if (needed := memory[f"{name}_memory_bytes"]) is not None:
+            text = f"about {format_bytes(needed)} needed"
+            if (free := memory[f"{name}_memory_free_bytes"]) is not None:
+                text += f", {format_bytes(free)} free"
+            rows.append((label, text + " (estimated, not measured)" * (name == "card")))
+    rows.append(("written", "nothing (--dry-run)"))
     return format_labeled_rows(rows)
