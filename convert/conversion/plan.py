@@ -18,7 +18,6 @@ from kvfold.convert.checkpoint.files import (
 )
 from kvfold.convert.checkpoint.headers import (
     FLOAT_DTYPES,
-    TORCH_NAMES,
     TensorInfo,
     count_tensor_bytes,
 )
@@ -50,7 +49,7 @@ from kvfold.convert.targets.mla.spec import (
     is_mla_config,
     list_mla_problems,
 )
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
+from kvfold.convert.targets.output_checkpoint import STORED_NAMES, OutputCheckpoint
 from kvfold.convert.targets.same_family import (
     count_cache_elements,
     format_attention_label,
@@ -161,11 +160,11 @@ def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Mod
     """
     model = model or make_model(checkpoint.config, checkpoint.tensors)
     tensors = match_stored_tensors(model, checkpoint.tensors)
-    notes = list(checkpoint.notes)
+    notes = checkpoint.notes
     if unused := list_unused_tensors(model, tensors):
-        notes.append(
+        notes += (
             f"{checkpoint.origin}: {model.family.architecture} with {model.geometry.layers} layers"
-            f" does not load {list_some(unused)}; left out"
+            f" does not load {list_some(unused)}; left out",
         )
         for name in unused:
             del tensors[name]
@@ -183,7 +182,7 @@ def match_model(checkpoint: Checkpoint, model: Model | None = None) -> tuple[Mod
             " the weights and config.json are from the same model"
         )
     stored = checkpoint.stored or checkpoint.tensors
-    return model, replace(checkpoint, tensors=tensors, stored=stored, notes=tuple(notes))
+    return model, replace(checkpoint, tensors=tensors, stored=stored, notes=notes)
 
 
 def correct_tied_flag(model: Model, checkpoint: Checkpoint) -> Checkpoint:
@@ -313,8 +312,7 @@ def checkpoint_from_config(model: str | os.PathLike[str]) -> Checkpoint | None:
 
 def read_config_dtype(config: Mapping[str, Any]) -> str:
     """Return the safetensors dtype that a config.json names, or BF16."""
-    names = {name: dtype for dtype, name in TORCH_NAMES.items()}
-    return names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+    return STORED_NAMES.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
 
 
 def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:

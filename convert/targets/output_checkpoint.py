@@ -16,7 +16,7 @@ from kvfold.convert.families.model import Model
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+STORED_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def choose_output_dtype(present: str, dtype: str) -> str:
     """Return the safetensors dtype of an output tensor: ``present`` for ``auto``, or the
     requested ``dtype`` (torch's spelling) if the tensor is floating-point.
     """
-    return present if dtype == "auto" or present not in FLOAT_DTYPES else _STORED[dtype]
+    return present if dtype == "auto" or present not in FLOAT_DTYPES else STORED_NAMES[dtype]
 
 
 def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str) -> str:
