@@ -38,13 +38,12 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
     ``kvfold.json``, ``drift`` its measured loss.
     """
     from jinja2 import Environment
-    from markupsafe import Markup
 
     values: dict[str, Any] = {
         "plan": plan,
         "record": record,
         "drift": drift,
-        "front": Markup(format_front_matter(plan.checkpoint)),
+        "front": format_front_matter(plan.checkpoint),
         "source": format_source_name(plan),
         # `kvfold uptrain` trains a plain model that writes text.
         "wrapped": plan.checkpoint.config.get("model_type") in WRAPPERS,
@@ -70,8 +69,8 @@ def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport
 
 def escape_markdown_value(value: object) -> object:
     """Return ``value`` made safe for one line of Markdown: line breaks, control characters and
-    backticks in names from files are escaped. ``Markup`` and values that are not strings stay as
-    they are.
+    backticks in names from files are escaped. Values that are not strings stay as they are, and
+    those with the template's filter ``safe``.
     """
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
