@@ -5,7 +5,6 @@ Modules that import torch or transformers, which takes seconds, are imported whe
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,9 +64,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                     from kvfold.convert.conversion.estimate import announce_stages
 
                     calibration = load_source_and_text(plan, folder, stages)
-                finished = count_finished_layers(folder)
                 stages.estimates, *_ = announce_stages(
-                    "convert", [[plan]], calibration, stages, finished
+                    "convert", [[plan]], calibration, stages, count_finished_layers(folder)
                 )
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_slots_and_split, survey_layers
@@ -79,17 +77,16 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             with output.open_shard_writer(plan, journal, stages) as writer:
                 walk = _convert_layers(plan, calibration, journal, writer, stages)
             notes |= journal.collect_notes_by_name()
-            digests: Mapping[str, str] = writer.digests
             checkpoint.check_unchanged()
             output.write_config(plan, folder)
             if request.polish and calibration is not None:
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
-                digests = {}
                 walk = None  # of the weights before
+                writer.digests.clear()
                 notes["polish"] = polish_checkpoint(plan, calibration, folder, stages)
             record, drift = output.complete_output(
-                plan, calibration, walk, folder, digests, notes, stages
+                plan, calibration, walk, folder, writer.digests, notes, stages
             )
     return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
 
