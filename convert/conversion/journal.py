@@ -51,7 +51,7 @@ class Journal:
         self._plan = plan
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.
-        self._settings = collect_run_settings(plan) if plan.request.calibrated else {}
+        self._settings = collect_run_settings(plan, folder) if plan.request.calibrated else {}
         self._notes: list[dict[str, Any]] = _read_journal(folder)["layers"]
 
     @property
@@ -81,8 +81,7 @@ class Journal:
     def add_layer(self, notes: Mapping[str, Any]) -> None:
         """Record the next layer, whose tensors are on disk, as finished and save its ``notes``."""
         self._notes.append(dict(notes))
-        state = fingerprint_files([self.folder / PRECISION, self.folder / SELF_TEXT])
-        text = json.dumps({"run": self._settings, "layers": self._notes, "state": state})
+        text = json.dumps({"run": self._settings, "layers": self._notes})
         with replace_file(self.folder / _NAME) as new:
             write_small_file(new, f"{_compute_checksum(text)}\n{text}")
             sync_path(new)
@@ -135,7 +134,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
         torch.set_num_threads(before["threads"])
         threads = format_count(before["threads"], "thread")
         print(f"computing with {threads}, as the interrupted run did", file=sys.stderr)
-    now = collect_run_settings(plan)
+    now = collect_run_settings(plan, folder)
     finished_count = len(journal["layers"])
     for name in [*now, *before]:
         if name != "files" and before.get(name) != now.get(name):
@@ -144,8 +143,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
                 f" {_format_setting(now, name)}; use the same to continue after its layer"
                 f" {finished_count}, or --fresh to discard it"
             )
-    state = fingerprint_files([folder / PRECISION, folder / SELF_TEXT])
-    files = [*before["files"], *journal["state"], *now["files"], *state]
+    files = [*before["files"], *now["files"]]
     changed = {file[0]: None for file in files if files.count(file) == 1}
     changed |= {
         shard.file: None
@@ -163,9 +161,10 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     return False
 
 
-def collect_run_settings(plan: Plan) -> dict[str, Any]:
+def collect_run_settings(plan: Plan, folder: Path) -> dict[str, Any]:
     """Return all settings that affect the bytes of a run's output, as JSON values: options by
-    name, device, threads, package versions, and fingerprints of the input files.
+    name, device, threads, package versions, and fingerprints of the files that the run reads, also
+    of those in its temporary ``folder``.
     """
     import torch
 
@@ -175,6 +174,8 @@ def collect_run_settings(plan: Plan) -> dict[str, Any]:
     files = [
         *plan.checkpoint.states,
         *(Path(parse_text_share(text)[0]) for text in request.calibration),
+        folder / PRECISION,
+        folder / SELF_TEXT,
     ]
     settings = {
         "the model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
@@ -199,8 +200,7 @@ def _format_setting(settings: Mapping[str, Any], name: str) -> str:
 
 def _read_journal(folder: Path) -> dict[str, Any]:
     """Return the content of the journal file in ``folder``: a run's settings under ``run``, its
-    layers' notes under ``layers``, fingerprints of the run's other files under ``state``. There are
-    no ``layers`` if the file is missing or damaged.
+    layers' notes under ``layers``. There are no ``layers`` if the file is missing or damaged.
     """
     with suppress(OSError, ValueError):
         checksum, text = (folder / _NAME).read_text().split("\n", 1)
