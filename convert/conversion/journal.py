@@ -144,18 +144,16 @@ def can_resume(plan: Plan, folder: Path) -> bool:
                 f" {finished_count}, or --fresh to discard it"
             )
     files = [*before["files"], *now["files"]]
-    changed = {file[0]: None for file in files if files.count(file) == 1}
+    changed = {file[0] for file in files if files.count(file) == 1}
     changed |= {
-        shard.file: None
-        for shard in plan.shards
-        if not has_shard_header(folder / shard.file, shard)
+        shard.file for shard in plan.shards if not has_shard_header(folder / shard.file, shard)
     }
     # A lost mount must not cost the layers.
     if not changed or not (plan.checkpoint.folder / CONFIG).exists():
         return True
     print(
-        f"discarding the finished layers ({finished_count}) in {folder}: {', '.join(changed)}"
-        " changed since then; starting over",
+        f"discarding the finished layers ({finished_count}) in {folder}:"
+        f" {', '.join(sorted(changed))} changed since then; starting over",
         file=sys.stderr,
     )
     return False
