@@ -5,6 +5,7 @@ before any weight is read.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,36 +70,51 @@ class Plan:
     request: with the numbers that ``auto`` stands for.
     checkpoint: the source.
     model: the source's family with its config.
-    geometry: the source's sizes.
     output: the config and the tensors of the output, and how layers are encoded.
     mla_spec: the split for an MLA target, otherwise None.
     reads: the names of the source tensors that each layer's method reads.
-    shards: the output's weight files.
-    source_kind: the source's attention, such as MHA.
-    cache_elements: the source's KV-cache elements per token per layer.
     result: what engines need to know of the output.
-    engines: which engines serve the output.
     slots: each layer's rotary slots for an MLA target; empty until they are chosen.
     """
 
     request: ConvertRequest
     checkpoint: Checkpoint
     model: Model
-    geometry: ModelSizes
     output: OutputCheckpoint
     mla_spec: MlaSpec | None
     reads: Sequence[tuple[str, ...]]
-    shards: Sequence[Shard]
-    source_kind: str
-    cache_elements: int
     result: ServedModel
-    engines: list[EngineSupport]
     slots: "Sequence[RotarySlots]" = ()
 
     @property
     def method(self) -> Method:
         """The conversion method that the request chooses."""
         return self.request.chosen_method
+
+    @property
+    def geometry(self) -> ModelSizes:
+        """The source's sizes."""
+        return self.model.geometry
+
+    @property
+    def source_kind(self) -> str:
+        """The source's attention, such as MHA."""
+        return format_attention_label(self.geometry.heads, self.geometry.kv_heads)
+
+    @property
+    def cache_elements(self) -> int:
+        """The source's KV-cache elements per token per layer."""
+        return count_cache_elements(self.geometry)
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The output's weight files."""
+        return assign_shards(self.output.tensors, self.request.shard_bytes)
+
+    @cached_property
+    def engines(self) -> list[EngineSupport]:
+        """Which engines serve the output."""
+        return list_engine_support(self.result)
 
     def with_rotary_slots(self, slots: "Sequence[RotarySlots]") -> "Plan":
         """Return this plan with the rotary slots chosen for each layer: the rotary pairs that the
@@ -211,9 +227,7 @@ def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec
         for layer, names in enumerate(reads):
             reads[layer] = names + model.list_names("gate_up", layer)
     output = plan_mla_output(model, checkpoint, spec, request.dtype)
-    return _build_plan(
-        request, checkpoint, model, output, reads, describe_mla_model(model, spec), spec
-    )
+    return Plan(request, checkpoint, model, output, spec, reads, describe_mla_model(model, spec))
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -253,37 +267,10 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     else:
         output = plan_gqa_checkpoint(model, checkpoint, kv_heads, roles, request.dtype)
     reads = [model.list_attention_tensors(layer, roles) for layer in range(model.geometry.layers)]
-    result = describe_folded_model(model, kv_heads)
     if problems := list_rounding_problems(request, kv_heads * model.geometry.head_dim):
         raise InputError(f"the cache of the result cannot be rounded: {problems[0]}")
-    return _build_plan(request, checkpoint, model, output, reads, result, None)
-
-
-def _build_plan(
-    request: ConvertRequest,
-    checkpoint: Checkpoint,
-    model: Model,
-    output: OutputCheckpoint,
-    reads: Sequence[tuple[str, ...]],
-    result: ServedModel,
-    mla_spec: MlaSpec | None,
-) -> Plan:
-    """Return the plan with the given parts, distribute the output tensors over weight files, and
-    find which engines can serve the output.
-    """
     return Plan(
-        request=request,
-        checkpoint=checkpoint,
-        model=model,
-        geometry=model.geometry,
-        output=output,
-        mla_spec=mla_spec,
-        reads=reads,
-        shards=assign_shards(output.tensors, request.shard_bytes),
-        source_kind=format_attention_label(model.geometry.heads, model.geometry.kv_heads),
-        cache_elements=count_cache_elements(model.geometry),
-        result=result,
-        engines=list_engine_support(result),
+        request, checkpoint, model, output, None, reads, describe_folded_model(model, kv_heads)
     )
 
 
