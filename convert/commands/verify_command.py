@@ -4,6 +4,7 @@ import click
 
 from kvfold.convert.checkpoint.files import RECORD
 from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows
 from kvfold.convert.progress import ProgressStages
 
@@ -18,7 +19,7 @@ def verify(out: str, json_file: str | None) -> None:
     and the tensors with the class that config.json names (built on the meta device), and lists
     every difference.
     """
-    from kvfold.convert.measure.verify import require_intact, verify_checkpoint
+    from kvfold.convert.measure.verify import verify_checkpoint
 
     check_output_files(json_file)
     with ProgressStages()(f"verifying {out}"):
@@ -34,4 +35,8 @@ def verify(out: str, json_file: str | None) -> None:
     ]
     summary = "" if verification.problems else format_labeled_rows(rows)
     print_result(json_file, lambda: vars(verification), summary)
-    require_intact(verification)
+    if verification.problems:
+        raise InputError(
+            f"{verification.origin} is not what {RECORD} and config.json say; make it again",
+            verification.problems,
+        )

@@ -151,7 +151,7 @@ def fit_layer(
         layer = LatentLayer(
             index=index,
             weights=weights,
-            channels=spec.data_channels,
+            channels=spec.kv_rank - spec.has_constant_channel,
             slots=plan.slots[index],
             rotary=make_layer_rotary(model, index),
             context=count_visible_positions(model, index),

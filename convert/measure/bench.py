@@ -38,10 +38,7 @@ from kvfold.convert.targets.mla.spec import is_mla_config
 
 # Values of config.json of published models; "tiny" is for tests.
 _SHAPES = json.loads(Path(__file__).with_name("bench_shapes.json").read_text())
-# Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
-_KV_HEADS = 8
-_RANK = 512
-_ROPE = 64
+
 _FEWEST_CALLS = 3
 _MOST_CALLS = 50
 
@@ -167,9 +164,10 @@ def _make_shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str
     }
     heads = sizes["num_attention_heads"]
     dim = sizes["hidden_size"] // heads
-    kv_heads = min(_KV_HEADS, heads // 4)
-    rank = min(_RANK, 4 * dim)
-    rope = min(_ROPE, dim // 2)
+    # Eight key/value heads as in Llama 3, and the latent of DeepSeek's models.
+    kv_heads = min(8, heads // 4)
+    rank = min(512, 4 * dim)
+    rope = min(64, dim // 2)
     llama = {**common, "model_type": "llama", "head_dim": dim}
     latent = {
         **common,

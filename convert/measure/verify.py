@@ -82,12 +82,3 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         elements=checkpoint.count_elements(),
         problems=problems,
     )
-
-
-def require_intact(verification: Verification) -> None:
-    """Raise InputError with all problems of ``verification``, if there are any."""
-    if verification.problems:
-        raise InputError(
-            f"{verification.origin} is not what {RECORD} and config.json say; make it again",
-            verification.problems,
-        )

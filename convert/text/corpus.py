@@ -125,15 +125,15 @@ class Corpus:
         cells = draw_permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
         with path.open("rb") as file:
             for cell in sorted(cells.tolist()):
-                file.seek(cell * _CELL)
+                start = cell * _CELL
+                file.seek(start)
                 raw = file.read(_CELL)
                 # The first and the last line may be cut: they belong to lines that begin or end
                 # elsewhere.
-                first = 0 if cell == 0 else raw.find(b"\n") + 1
+                first = raw.find(b"\n") + 1 if start else 0
                 last = raw.rfind(b"\n") + 1
                 if first < last:
-                    offset = cell * _CELL + first
-                    documents += self.parse_documents(path, offset, raw[first:last], _CELL)
+                    documents += self.parse_documents(path, start + first, raw[first:last], _CELL)
         return documents, False
 
     def parse_documents(self, path: Path, start: int, raw: bytes, limit: int) -> Iterator[str]:

@@ -67,11 +67,6 @@ class MlaSpec:
         return self.layout == "free"
 
     @property
-    def data_channels(self) -> int:
-        """The number of latent channels that hold data: all but the constant one."""
-        return self.kv_rank - self.has_constant_channel
-
-    @property
     def has_kernels(self) -> bool:
         """True if the MLA kernels of inference engines support this size of the cache and of the
         rotary key.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.cases import read_cases
 from helpers.checkpoints import edit_json, read_json, run_conversion, tensors
+from helpers.processes import run_kvfold
 from safetensors.torch import save_file
 
 from kvfold.convert import (
@@ -17,7 +18,6 @@ from kvfold.convert import (
     verify_checkpoint,
 )
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.verify import require_intact
 
 
 @pytest.fixture
@@ -31,7 +31,6 @@ def test_what_was_written_is_sound(demo_latent, tmp_path, name):
     if name == "fold":
         run_conversion(demo_folder(), out, to="gqa", kv_heads=4, method="mean")
     done = verify_checkpoint(str(out))
-    require_intact(done)
     record = read_json(out / "kvfold.json")
     assert set(record["files"]) == {path.name for path in out.iterdir()} - {"kvfold.json"}
     assert (done.problems, done.files) == ([], len(record["files"]))
@@ -94,7 +93,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
     for problem in done.problems:
         told(problem)
     with refused():
-        require_intact(done)
+        run_kvfold("verify", out)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
 def test_a_record_that_is_none(out, content):
     (out / "kvfold.json").write_text(content)
     with pytest.raises(InputError, match=r"kvfold\.json"):
-        require_intact(verify_checkpoint(str(out)))
+        run_kvfold("verify", out)
 
 
 def test_a_record_without_hashes_of_tensors(out, refused):

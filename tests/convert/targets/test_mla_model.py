@@ -48,7 +48,7 @@ def random_latent(size, target, seed=0, inner=None, scaled=False):
     heads = size.heads
     dim = size.head_dim
     width = size.model_dim
-    rank = target.data_channels
+    rank = target.kv_rank - target.has_constant_channel
     rope = target.count_used_rope_dims(8)
     free = target.has_constant_channel
     # Layout engine has plain frequencies and those of YaRN; layout free any.
