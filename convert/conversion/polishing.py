@@ -58,6 +58,7 @@ def polish_checkpoint(
             steps,
             constant=constant,
         )
+        del tensors  # the task has them in float32
         batches = task.text.draw_batches(steps, request.seed)
         with stages("polish", steps, "step") as advance:
             done = 0

@@ -265,14 +265,21 @@ class CheckpointStream:
         name = find_attention_name(self._frame.layers[index])
         return self.weights.find_sources(f"{self._frame.path}.{index}.{name}.")
 
-    def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
-        """Load parameters of the open ``layer`` again, from the tensors that ``read`` returns now.
-        Gradients flow back to those tensors.
+    @contextmanager
+    def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> Iterator[None]:
+        """Load parameters of the open ``layer`` again, from the tensors that ``read`` returns now,
+        and free them when the with-block ends. Gradients flow back to those tensors.
         """
-        for source in sources:
-            dtype = self.dtype if layer.dtype is None else None
-            name = source.target.removeprefix(f"{self._frame.path}.{layer.index}.")
+        prefix = f"{self._frame.path}.{layer.index}."
+        dtype = self.dtype if layer.dtype is None else None
+        names = {source.target.removeprefix(prefix): source for source in sources}
+        for name, source in names.items():
             layer.tensors[name] = self.weights.load_parameter(source, self.read, dtype, self.device)
+        try:
+            yield
+        finally:
+            for name in names:
+                del layer.tensors[name]
 
     def list_stored_names(self, index: int | None) -> list[str]:
         """List the names of the stored tensors of layer ``index``, or of all tensors outside the

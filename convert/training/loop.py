@@ -10,6 +10,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -94,12 +95,11 @@ class TrainingTask(ABC):
             channels,
         )
 
-    def load_master_weights(self) -> None:
-        """Copy the master weights into the layers, rounded to the dtypes in which they will be
-        stored; gradients flow back to the masters.
+    def load_master_weights(self, layer: OpenLayer) -> AbstractContextManager[None]:
+        """Return a context manager that copies the master weights into ``layer``, rounded to the
+        dtypes in which they will be stored; gradients flow back to the masters.
         """
-        for layer in self.layers:
-            self.stream.reload_parameters(layer, self.sources[layer.index])
+        return self.stream.reload_parameters(layer, self.sources[layer.index])
 
     @abstractmethod
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
@@ -156,15 +156,20 @@ def train(
     if result is None:
         result = TrainingResult(errors=[task.measure_error()])
     yield result
+    groups = optimizer.param_groups
     next_save = 0.0
     batches = islice(batches, result.steps, None)
     rate = task.learning_rate(result.steps, result.errors)
     while rate > 0:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["size"]
         task.backward(next(batches))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # evaluation has their memory
+        for group in groups:
+            (master,) = group["params"]
+            group["lr"] = rate * group["size"]
+            # One at a time: a step keeps a copy of its tensors (`scale_adam_steps`).
+            optimizer.param_groups = [group]
+            optimizer.step()
+            master.grad = None
+        optimizer.param_groups = groups
         result.steps += 1
         rate = task.learning_rate(result.steps, result.errors)
         if result.steps % every and rate > 0:

@@ -184,7 +184,6 @@ class PolishTask(TrainingTask):
     def backward(self, batch: list[int]) -> None:
         """Add to the master weights the gradients of the KL from the teacher on ``batch``."""
         tokens, states = self.text.read_sequences(batch)
-        self.load_master_weights()
         with self.stream.use_training_precision():
             hidden = self.run_layers(tokens)
             target = states.to(hidden.device, hidden.dtype)
@@ -203,7 +202,6 @@ class PolishTask(TrainingTask):
         """Return means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
         teacher's loss (all in nats), and ``top_1_agreement``.
         """
-        self.load_master_weights()
         tokens = self.held_out.tokens
         sums = torch.zeros(len(PredictionFigures._fields), dtype=torch.float64)
         size = choose_batch_size(tokens.shape[1])
@@ -227,7 +225,7 @@ class PolishTask(TrainingTask):
 
     def run_layers(self, tokens: Tensor) -> Tensor:
         """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens
-        [B, T]``, by the weights of the last `load_master_weights`.
+        [B, T]``, by the master weights.
         """
         hidden = self.stream.embed(tokens)
         for layer in self.layers:
@@ -235,12 +233,12 @@ class PolishTask(TrainingTask):
             if layer.dtype is not None and torch.is_grad_enabled():
                 # Errors that end a second pass early would be taken for the config's.
                 with set_checkpoint_early_stop(False):
-                    hidden = checkpoint(_run_layer, layer, hidden, use_reentrant=False)
+                    hidden = checkpoint(self._run_layer, layer, hidden, use_reentrant=False)
             else:
-                hidden = _run_layer(layer, hidden)
+                hidden = self._run_layer(layer, hidden)
         return hidden
 
-
-def _run_layer(layer: OpenLayer, hidden: Tensor) -> Tensor:
-    """Return the residual stream after ``layer``, ``[B, T, E]``."""
-    return layer(hidden).states
+    def _run_layer(self, layer: OpenLayer, hidden: Tensor) -> Tensor:
+        """Return the residual stream after ``layer``, ``[B, T, E]``."""
+        with self.load_master_weights(layer):
+            return layer(hidden).states

@@ -209,11 +209,11 @@ class RefineTask(TrainingTask):
         """Return the student's attention update minus its target, times each token's weight, ``[b,
         T, E]`` in float32 or wider.
         """
-        self.load_master_weights()
         (layer,) = self.layers
-        added = self._settings.student_update.compute_update(
-            layer, layer.attend(chunk.inputs).attention
-        )
+        with self.load_master_weights(layer):
+            added = self._settings.student_update.compute_update(
+                layer, layer.attend(chunk.inputs).attention
+            )
         wide = torch.promote_types(added.dtype, torch.float32)
         return (added.to(wide) - chunk.targets.to(wide)) * chunk.weights.to(wide)
 

@@ -62,7 +62,6 @@ def task_of():
             student.set_layer_tensors(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
             task = PolishTask(student, opened, tensors, None, None, 15)
-            task.load_master_weights()
             with torch.no_grad():
                 states = task.run_layers(TOKENS)
             noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
@@ -93,7 +92,6 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
     folder = tiny_family(family)
     ours = task_of(folder)
     stock = stock_model(folder)
-    ours.load_master_weights()
     logits = ours.stream.compute_logits(ours.run_layers(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
     assert_close(logits, expected, atol=2e-5, rtol=2e-5)
@@ -111,7 +109,6 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
     for master in ours.masters.values():
         # less than half a step of bfloat16
         master.data = master.data.bfloat16().float() * (1 + 2**-12)
-    ours.load_master_weights()
     assert torch.equal(ours.run_layers(TOKENS), states)
 
 
