@@ -3,7 +3,7 @@ and check that there is enough. Does not import torch.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,29 +33,21 @@ _BASE_WITH_CUDA = 3 * 10**9
 _BASE_ON_GPU = 10**9
 _FLOAT = 4
 _DOUBLE = 8
-# E x E matrices in float64: of a fit from weights alone; of a fit to statistics, with these and
-# what refits the output projection; of sums while the text runs; of what a fit leaves behind it in
-# refinement.
-_SVD_SQUARES = 12
+# E x E matrices in float64: of a fit with what refits the output projection; of sums while the text
+# runs, of which refinement still has some.
 _FIT_SQUARES = 14
 _SUM_SQUARES = 8
-_LEFT_SQUARES = 8
-# Copies in float64 of the attention's weights in a fit.
-_FIT_COPIES = 2
-# Layers of which trials of splits keep statistics: `splits.TRIAL_LAYERS`, which imports torch.
-_TRIAL_LAYERS = 4
 # Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of
 # `attention.drift.compare` and `walk.walk`, which import torch.
 _LOGITS = (6 << 20, 1 << 26)
 _TOKENS = (4096, 8192)
-# Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
-_LOGIT = 12 * _FLOAT
-# Bytes per trained element: master, gradient and Adam's moments; in refinement also rounded copies
-# and their gradients.
-_MASTER = 4 + 4 + 8
-_REFINED = _MASTER + 16
-# Tensors of logits of both models, with their gradients, in a step of polishing or uptraining.
-_TRAINED_LOGITS = 8
+# Tensors of logits, in float32: in a comparison, measured with SmolLM2-135M; in a training step,
+# of both models with their gradients.
+_COMPARED = 12
+_TRAINED = 8
+# Bytes per trained element: master, Adam's moments, and gradient.
+_MASTER = 4 + 8
+_GRADIENT = 4
 # Config, index, card, record and file system blocks.
 _SLACK = 4 << 20
 
@@ -79,15 +71,6 @@ class MemoryNeed(NamedTuple):
     advice: str
 
 
-class MemoryPeaks(NamedTuple):
-    """The most bytes of memory that one process needs on the host and on the GPU, which is 0
-    without a GPU.
-    """
-
-    host: int
-    gpu: int
-
-
 class Sizes(NamedTuple):
     """The elements that decide how much memory a calibrated run needs.
 
@@ -96,12 +79,10 @@ class Sizes(NamedTuple):
     layer: the elements of a layer.
     attention: of the attention in a layer of the source.
     converted: of the attention in a layer of the result.
-    head: of the output head.
     vocabulary: the number of tokens.
-    tokens: of the calibration text that a process runs.
+    tokens: of the calibration text.
     held_out: of the held-out text.
     length: of a sequence.
-    on_gpu: whether the run computes on a GPU.
     """
 
     width: int
@@ -109,21 +90,13 @@ class Sizes(NamedTuple):
     layer: int
     attention: int
     converted: int
-    head: int
     vocabulary: int
     tokens: int
     held_out: int
     length: int
-    on_gpu: bool
-
-    def count_activations(self, tokens: int) -> int:
-        """Return the bytes of activations in a pass of ``tokens`` tokens through a layer."""
-        # Of many experts each token passes a few: no more than the widest MLPs.
-        inner = min((self.layer - self.attention) // self.width, 16 * self.width)
-        return _FLOAT * tokens * (inner + 8 * self.width)
 
 
-def measure_sizes(plan: Plan, on_gpu: bool) -> Sizes:
+def measure_sizes(plan: Plan) -> Sizes:
     """Return the sizes of the model and the text of ``plan``."""
     request = plan.request
     shape = plan.geometry
@@ -135,15 +108,19 @@ def measure_sizes(plan: Plan, on_gpu: bool) -> Sizes:
         width=shape.model_dim,
         layers=shape.layers,
         layer=(sum(map(prod, shapes)) - ends) // shape.layers,
-        attention=2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim,
+        attention=_count_attention(plan),
         converted=count_trained(plan) // shape.layers,
-        head=shape.vocabulary * shape.model_dim,
         vocabulary=shape.vocabulary,
         tokens=request.samples * length,
         held_out=count_held_out(request.samples) * length,
         length=length,
-        on_gpu=on_gpu,
     )
+
+
+def _count_attention(plan: Plan) -> int:
+    """Return the number of elements of the attention in a layer of the source."""
+    shape = plan.geometry
+    return 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim
 
 
 def count_trained(plan: Plan) -> int:
@@ -152,21 +129,23 @@ def count_trained(plan: Plan) -> int:
     return sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
 
 
-def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> Iterator[MemoryNeed]:
-    """Yield what each stage of the run of ``plan`` needs, on a CPU or with a GPU."""
-    if not plan.request.calibrated:
-        yield _estimate_weights_only(plan)
-        return
-    sizes = measure_sizes(plan, on_gpu)
-    stages = [*_estimate_layers(plan, sizes)]
+def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> list[MemoryNeed]:
+    """Return what each stage of the run of ``plan`` needs, on a CPU or with a GPU."""
+    request = plan.request
+    if not request.calibrated:
+        return [_estimate_weights_only(plan)]
+    sizes = measure_sizes(plan)
+    needs = [_estimate_fit(plan, sizes, on_gpu)]
+    if request.refine:
+        needs.append(_estimate_refinement(plan, sizes, on_gpu))
+    needs.append(_estimate_comparison(plan, sizes, on_gpu))
     if SELF in dict(
-        choose_calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
+        choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
     ):
-        stages.append(_estimate_text(plan, sizes))
-    if plan.request.polish:
-        stages.append(_estimate_polishing(plan, sizes))
-    for need in stages:
-        yield _add_libraries(need, on_gpu)
+        needs.append(_estimate_text(plan, sizes, on_gpu))
+    if request.polish:
+        needs.append(_estimate_polishing(plan, sizes, on_gpu))
+    return [_add_libraries(need, on_gpu) for need in needs]
 
 
 def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
@@ -178,80 +157,85 @@ def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
 
 def _estimate_weights_only(plan: Plan) -> MemoryNeed:
     """Return what a run without text needs: one attention layer at a time, on the host."""
-    shape = plan.geometry
-    width = shape.model_dim
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
     read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
-    pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-    factoring = _DOUBLE * (_SVD_SQUARES * width**2 + 4 * attention) * 11 // 10
-    host = _BASE + (pooling if plan.mla_spec is None else factoring)
-    return MemoryNeed(host, 0, "model", "one layer needs", "use a machine with more memory")
+    layer = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
+    if plan.mla_spec is not None:  # an SVD, and copies of the weights
+        layer = _DOUBLE * (_FIT_SQUARES * plan.geometry.model_dim**2 + 4 * _count_attention(plan))
+    return MemoryNeed(
+        _BASE + layer, 0, "model", "one layer needs", "use a machine with more memory"
+    )
 
 
-def _estimate_layers(plan: Plan, sizes: Sizes) -> Iterator[MemoryNeed]:
-    """Yield what converting layer by layer needs, and what measuring the result does."""
-    request = plan.request
+def _count_states(sizes: Sizes) -> int:
+    """Return the bytes of the hidden states of all text: before and after the source's layer, after
+    its attention, and the student's; of held-out text also the inputs of the attention.
+    """
+    return _FLOAT * sizes.width * (4 * sizes.tokens + 5 * sizes.held_out)
+
+
+def _estimate_fit(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
+    """Return what the conversion of a layer needs: the layer of both models, and passes of the text
+    or, after them, the fit.
+    """
     square = _DOUBLE * sizes.width**2
-    fits = plan.method.reads_text or bool(request.refine)
-    tokens = sizes.tokens * fits
-    # States before and after the source's layer, its attention's and the student's; of held-out
-    # text also the inputs of its attention.
-    states = _FLOAT * sizes.width * (4 * tokens + 5 * sizes.held_out)
-    layer = _FLOAT * (sizes.layer + sizes.converted)
-    chunk = min(_TOKENS[sizes.on_gpu], max(tokens, sizes.held_out))
-    running = sizes.count_activations(chunk)
+    chunk = min(_TOKENS[on_gpu], max(sizes.tokens, sizes.held_out))
+    # Of many experts each token passes a few: no more than the widest MLPs.
+    inner = min((sizes.layer - sizes.attention) // sizes.width, 16 * sizes.width)
+    running = _FLOAT * chunk * (inner + 12 * sizes.width)
     fitting = 0
     if plan.method.reads_text:
-        running += _SUM_SQUARES * square + 2 * _DOUBLE * chunk * sizes.width
-        fitting = _FIT_SQUARES * square + _FIT_COPIES * _DOUBLE * sizes.attention
-    statistics = 2 * _TRIAL_LAYERS * square * (request.budget is not None)
-    samples = f"--samples {request.samples} of {sizes.length} tokens"
-    less_text = "lower --samples or --seq-len"
-    host = states + fitting
-    # One after the other; with a GPU the fit is there, or on the host of a GPU that is slow in
-    # float64.
-    running = max(running, fitting) if sizes.on_gpu else max(running - fitting, 0)
-    yield MemoryNeed(
-        host,
-        layer + running + statistics,
+        running += _SUM_SQUARES * square
+        fitting = _FIT_SQUARES * square + 2 * _DOUBLE * sizes.attention
+    return MemoryNeed(
+        # Of a GPU that is slow in float64 the fit is on the host.
+        _count_states(sizes) + fitting * on_gpu,
+        _FLOAT * (sizes.layer + sizes.converted) + max(running, fitting),
         "samples",
-        f"fitting to {samples} needs",
-        less_text,
+        f"fitting to --samples {plan.request.samples} of {sizes.length} tokens needs",
+        "lower --samples or --seq-len",
     )
-    if request.refine:
-        batch = choose_refine_batch_size(sizes.length) * sizes.length
-        # What layers learn, and of a GPU their inputs too.
-        examples = _FLOAT * sizes.width * tokens * (1 + sizes.on_gpu)
-        training = _REFINED * sizes.converted
-        training += 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
-        yield MemoryNeed(
-            states + _LEFT_SQUARES * square * plan.method.reads_text,
-            layer + examples + training + statistics,
-            "refine",
-            f"--refine on {samples} needs",
-            f"{less_text}, or convert without --refine",
-        )
-    long = min(LONG_LENGTH, plan.geometry.positions)
-    compared = min(_LOGITS[sizes.on_gpu], max(sizes.held_out, long) * sizes.vocabulary)
-    ends = 2 * _FLOAT * sizes.head + _LOGIT * compared
-    yield MemoryNeed(
-        2 * sizes.head + 2 * _FLOAT * sizes.width * sizes.held_out,
-        max(ends, 2 * layer),
+
+
+def _estimate_refinement(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
+    """Return what the training of a layer needs: the layer of both models, what they learn, and the
+    trained weights with their gradients, moments and rounded copies.
+    """
+    batch = choose_refine_batch_size(sizes.length) * sizes.length
+    # On a GPU the inputs too, which on the host are the states.
+    examples = _FLOAT * sizes.width * sizes.tokens * (1 + on_gpu)
+    training = 2 * (_MASTER + _GRADIENT) * sizes.converted
+    activations = 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
+    return MemoryNeed(
+        _count_states(sizes) + _SUM_SQUARES * _DOUBLE * sizes.width**2 * plan.method.reads_text,
+        _FLOAT * (sizes.layer + sizes.converted) + examples + training + activations,
+        "refine",
+        f"--refine on --samples {plan.request.samples} of {sizes.length} tokens needs",
+        "lower --samples or --seq-len, or convert without --refine",
+    )
+
+
+def _estimate_comparison(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
+    """Return what comparing the result with the source needs: a layer of both, or their logits."""
+    head = sizes.vocabulary * sizes.width
+    compared = max(sizes.held_out, min(LONG_LENGTH, plan.geometry.positions))
+    logits = _FLOAT * _COMPARED * min(_LOGITS[on_gpu], compared * sizes.vocabulary)
+    return MemoryNeed(
+        2 * head + 2 * _FLOAT * sizes.width * sizes.held_out,
+        max(2 * _FLOAT * head + logits, 2 * _FLOAT * (sizes.layer + sizes.converted)),
         "device",
         f"a vocabulary of {sizes.vocabulary} needs",
         "convert without text (--method mean or svd)",
     )
 
 
-def _estimate_text(plan: Plan, sizes: Sizes) -> MemoryNeed:
+def _estimate_text(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
     """Return what the source needs to write calibration text: all of its weights and a cache."""
-    model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
     # On a GPU in 16 bits, as it is stored, unless the request says otherwise.
-    half = sizes.on_gpu and plan.request.precision != "float32"
-    weights = model * (_FLOAT // (1 + half))
+    half = on_gpu and plan.request.precision != "float32"
+    weights = _FLOAT // (1 + half) * sum(prod(item.shape) for item in plan.model.tensors.values())
     cached = plan.cache_elements * sizes.layers * sizes.length + 4 * sizes.vocabulary
     return MemoryNeed(
-        weights * sizes.on_gpu,
+        weights * on_gpu,
         weights + _FLOAT * cached * max(1, SELF_TOKENS // sizes.length),
         "calibration",
         "--calibration self (the default of chat models) needs the whole model in memory:",
@@ -259,33 +243,31 @@ def _estimate_text(plan: Plan, sizes: Sizes) -> MemoryNeed:
     )
 
 
-def _estimate_polishing(plan: Plan, sizes: Sizes) -> MemoryNeed:
-    """Return what polishing needs: all frozen weights, and the trained ones with gradients and
-    moments.
+def _estimate_polishing(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
+    """Return what polishing needs: all frozen weights, the trained ones with moments, what a step
+    keeps of each layer, and then logits or, without them, gradients.
     """
     request = plan.request
+    head = sizes.vocabulary * sizes.width
     trained = sizes.converted * sizes.layers
     frozen = (sizes.layer - sizes.attention) * sizes.layers
     batch = choose_batch_size(sizes.length) * sizes.length
     steps = min(BLOCK_STEPS, count_polish_steps(request.polish, sizes.length))
     activations = _count_polish_activations(sizes)
-    # A layer of the source, which runs between the steps, or the student's own without autocast.
-    layer = _FLOAT * sizes.layer
-    half = sizes.on_gpu and request.precision != "float32"
+    gradients = _GRADIENT * trained
     if activations > MOST_ACTIVATIONS:
         stored = sum(info.nbytes for info in plan.checkpoint.tensors.values())
-        weights = stored * (frozen + trained) // plan.checkpoint.count_elements()
-        activations = activations // sizes.layers + _FLOAT * sizes.layers * batch * sizes.width
+        weights = stored * frozen // plan.checkpoint.count_elements()
+        # A layer that runs, and its weights in float32.
+        gradients += activations // sizes.layers + _FLOAT * sizes.layer
+        activations = _FLOAT * sizes.layers * batch * sizes.width
     else:
         weights = _FLOAT * (frozen + trained)
-    logits = _TRAINED_LOGITS * _FLOAT * max(_LOGITS[sizes.on_gpu], sizes.vocabulary)
+    logits = _FLOAT * _TRAINED * min(_LOGITS[on_gpu], batch * sizes.vocabulary)
     return MemoryNeed(
-        # The source's states, the tensors as they were read, and the best so far.
-        _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * sizes.head,
-        weights
-        + _MASTER * trained
-        + _FLOAT * sizes.head
-        + max(layer, layer * (not half) + activations + logits),
+        # The source's states, and the trained weights as they were before and at their best.
+        _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * head,
+        _MASTER * trained + weights + _FLOAT * head + activations + max(logits, gradients),
         "polish",
         "--polish needs the whole model in memory:",
         "use only --refine, which loads one layer at a time",
@@ -296,7 +278,7 @@ def needs_checkpointing(plan: Plan) -> bool:
     """Return whether polishing keeps frozen weights in their stored dtypes, and runs layers again
     for their gradients: if activations of all layers are large.
     """
-    return _count_polish_activations(measure_sizes(plan, False)) > MOST_ACTIVATIONS
+    return _count_polish_activations(measure_sizes(plan)) > MOST_ACTIVATIONS
 
 
 def _count_polish_activations(sizes: Sizes) -> int:
@@ -305,12 +287,12 @@ def _count_polish_activations(sizes: Sizes) -> int:
     return count_activation_bytes(sizes.layers, sizes.layer, sizes.width, batch)
 
 
-def estimate_memory(plan: Plan, on_gpu: bool) -> MemoryPeaks:
-    """Return the bytes of memory that each process of the run of ``plan`` needs, on a CPU or with a
-    GPU. The GPU's bytes follow from the tensors that lie there, and were not measured.
+def estimate_memory(plan: Plan, on_gpu: bool) -> tuple[int, int]:
+    """Return the bytes of memory that the run of ``plan`` needs on the host and on the GPU, which
+    is 0 without one. The GPU's follow from the tensors that lie there, and were not measured.
     """
-    needs = [*estimate_memory_by_stage(plan, on_gpu)]
-    return MemoryPeaks(max(need.host for need in needs), max(need.gpu for need in needs))
+    needs = estimate_memory_by_stage(plan, on_gpu)
+    return max(need.host for need in needs), max(need.gpu for need in needs)
 
 
 def estimate_disk(plan: Plan) -> int:
@@ -339,18 +321,18 @@ def check_memory(plan: Plan) -> None:
     """Raise InputError if a stage of the run needs more memory than is free on the host or on the
     GPU; the message has both numbers and what needs less.
     """
-    if not plan.request.calibrated:
-        return  # what is free is found with torch, which is imported once bytes are copied
-    on_gpu = uses_gpu(plan)
-    on_cpu = estimate_memory(plan, on_gpu=False).host
-    check_free_memory(estimate_memory_by_stage(plan, on_gpu), on_gpu, on_cpu)
+    if plan.request.calibrated:  # what is free is found with torch, imported once bytes are copied
+        on_gpu = uses_gpu(plan)
+        check_free_memory(estimate_memory_by_stage(plan, on_gpu), on_gpu)
 
 
-def check_free_memory(needs: Iterable[MemoryNeed], on_gpu: bool, on_cpu: int) -> None:
+def check_free_memory(needs: Sequence[MemoryNeed], on_gpu: bool) -> None:
     """Raise InputError for the first of ``needs`` that exceeds what is free on the host or, if a
-    run is ``on_gpu``, on the GPU; ``on_cpu`` is what the host would need without a GPU.
+    run is ``on_gpu``, on the GPU.
     """
     free = {name: get_free_memory_bytes(name) for name in ("host", "gpu")[: 1 + on_gpu]}
+    # Without a GPU, all of it is the host's.
+    on_cpu = max(need.host + need.gpu for need in needs)
     for need in needs:
         for name, available in free.items():
             needed: int = getattr(need, name)
@@ -358,7 +340,7 @@ def check_free_memory(needs: Iterable[MemoryNeed], on_gpu: bool, on_cpu: int) ->
                 continue
             advice = need.advice
             if name == "gpu" and on_cpu <= (free["host"] or 0):
-                advice = f"use --device cpu, which needs {format_bytes(on_cpu)} of RAM"
+                advice = f"use --device cpu, which needs at most {format_bytes(on_cpu)} of RAM"
             raise InputError(
                 f"{need.cause} {_DEVICES[name].format(format_bytes(needed))}, but only"
                 f" {format_bytes(available)} are free; {advice}, or use a"
@@ -376,11 +358,10 @@ def estimate_comparison_memory(elements: int, config: Any, tokens: int, on_gpu: 
     layer = (elements - head) // config.num_hidden_layers
     chunk = min(_TOKENS[on_gpu], tokens)
     running = 2 * layer + chunk * min(layer // width, 32 * width)
-    ends = 2 * head + _LOGIT // _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
-    states = 2 * tokens * width
+    ends = 2 * head + _COMPARED * min(_LOGITS[on_gpu], tokens * config.vocab_size)
     need = MemoryNeed(
         2 * head,
-        _FLOAT * (states + max(running, ends)),
+        _FLOAT * (2 * tokens * width + max(running, ends)),
         "samples",
         "comparing the models needs",
         "lower --samples or --seq-len",
@@ -389,10 +370,10 @@ def estimate_comparison_memory(elements: int, config: Any, tokens: int, on_gpu: 
 
 
 def estimate_uptraining_memory(
-    elements: int, teacher_bytes: int, config: Any, tokens: int, on_gpu: bool, checkpointing: bool
+    elements: int, frozen: int, config: Any, tokens: int, on_gpu: bool, checkpointing: bool
 ) -> MemoryNeed:
     """Return what `kvfold uptrain` needs for ``tokens`` tokens at a time and a model of
-    ``elements`` weights with transformers' ``config``, with a teacher of ``teacher_bytes``.
+    ``elements`` weights with transformers' ``config``, beside ``frozen`` bytes of other weights.
     """
     width = config.hidden_size
     layers = config.num_hidden_layers
@@ -400,11 +381,11 @@ def estimate_uptraining_memory(
     activations = count_activation_bytes(layers, layer, width, tokens)
     if checkpointing:
         activations = activations // layers + _FLOAT * layers * tokens * width
-    logits = _TRAINED_LOGITS * _FLOAT * min(_LOGITS[on_gpu], tokens * config.vocab_size)
+    logits = _FLOAT * _TRAINED * min(_LOGITS[on_gpu], tokens * config.vocab_size)
     need = MemoryNeed(
         # The best weights so far, at the end.
         _FLOAT * elements,
-        _MASTER * elements + teacher_bytes + activations + logits,
+        (_MASTER + _GRADIENT) * elements + frozen + activations + logits,
         "model",
         "uptraining all weights needs",
         "use --gradient-checkpointing, a smaller --micro-batch, or convert with --polish or"
@@ -418,11 +399,11 @@ def describe_memory(plan: Plan) -> Mapping[str, Any]:
     is not used, and where the system reports nothing.
     """
     on_gpu = uses_gpu(plan)
-    peaks = estimate_memory(plan, on_gpu)
+    host, gpu = estimate_memory(plan, on_gpu)
     return {
-        "host_memory_bytes": peaks.host,
+        "host_memory_bytes": host,
         "host_memory_free_bytes": get_free_memory_bytes("host"),
-        "card_memory_bytes": peaks.gpu if on_gpu else None,
+        "card_memory_bytes": gpu if on_gpu else None,
         "card_memory_free_bytes": get_free_memory_bytes("gpu") if on_gpu else None,
     }
 

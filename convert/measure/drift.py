@@ -69,10 +69,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
     on_gpu = device.type == "cuda"
     elements = max(source.count_elements(), student.count_elements())
-    needs = [
-        estimate_comparison_memory(elements, config, tokens.numel(), gpu) for gpu in (on_gpu, False)
-    ]
-    check_free_memory(needs[:1], on_gpu, needs[1].host)
+    need = estimate_comparison_memory(elements, config, tokens.numel(), on_gpu)
+    check_free_memory([need], on_gpu)
     teacher = open_layer_stream(source, device, request.dtype)
     compared = open_layer_stream(student, device, request.dtype, request.cache)
     check_vocabulary(tokens, teacher.vocabulary, source.origin)

@@ -266,7 +266,9 @@ class CheckpointStream:
         return self.weights.find_sources(f"{self._frame.path}.{index}.{name}.")
 
     @contextmanager
-    def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> Iterator[None]:
+    def reload_parameters(
+        self, layer: OpenLayer, sources: Iterable[WeightSource]
+    ) -> Iterator[None]:
         """Load parameters of the open ``layer`` again, from the tensors that ``read`` returns now,
         and free them when the with-block ends. Gradients flow back to those tensors.
         """

@@ -254,7 +254,10 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         model is compared with itself.
         """
         # The last position has no next token and does not count.
+        # Autocast would keep 16-bit copies of all weights until the end of this pass.
+        torch.set_autocast_cache_enabled(False)
         states = self._head.compute_states(input_ids)[:, :-1]
+        torch.set_autocast_cache_enabled(True)
         labels = input_ids[:, 1:]
         if self.model.training:
             target = labels if teacher_states is None else teacher_states

@@ -200,19 +200,19 @@ def _check_memory(
     """
     if count_launched() > 1:
         return
-    teacher = 0
+    elements = source.count_elements()
+    frozen = 0
     if request.teacher is not None:
-        opened = open_checkpoint(request.teacher)
-        teacher = opened.count_elements() * precision.itemsize
+        frozen += open_checkpoint(request.teacher).count_elements() * precision.itemsize
+    if precision != torch.float32 and not request.gradient_checkpointing:
+        # The casts of the weights stay for the gradients.
+        frozen += elements * precision.itemsize
     on_gpu = choose_device(request.device).type == "cuda"
     tokens = sequences * request.seq_len
-    needs = [
-        estimate_uptraining_memory(
-            source.count_elements(), teacher, config, tokens, gpu, request.gradient_checkpointing
-        )
-        for gpu in (on_gpu, False)
-    ]
-    check_free_memory(needs[:1], on_gpu, needs[1].host)
+    need = estimate_uptraining_memory(
+        elements, frozen, config, tokens, on_gpu, request.gradient_checkpointing
+    )
+    check_free_memory([need], on_gpu)
 
 
 def read_side_files(source: Checkpoint) -> dict[str, bytes]:

@@ -60,7 +60,7 @@ def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
             overwrite=True,
             quiet=True,
         )
-        estimate = memory.estimate_memory(convert_checkpoint(request).plan, on_gpu=False).host
+        estimate = memory.estimate_memory(convert_checkpoint(request).plan, on_gpu=False)[0]
     elif run == "drift":
         sizes = {"samples": SAMPLES, "seq_len": LENGTH, "text": str(text), "device": "cpu"}
         drift_checkpoints(DriftRequest(str(folder), str(folder), **sizes, quiet=True))

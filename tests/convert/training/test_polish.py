@@ -4,19 +4,22 @@ nothing.
 
 from contextlib import ExitStack
 from types import SimpleNamespace
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from helpers.attention import random_tokens
 from helpers.checkpoints import stock_model
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.families.model import make_model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import ModelHead
-from kvfold.convert.training.loop import sum_loss
+from kvfold.convert.training.loop import sum_loss, train
 from kvfold.convert.training.polish import (
     PolishTask,
     TeacherText,
@@ -46,7 +49,7 @@ def task_of():
     """
     with ExitStack() as stack:
 
-        def make(folder, stored="F32"):
+        def make(folder, stored="F32", open_stored=False):
             checkpoint = open_checkpoint(folder)
             model = make_model(checkpoint.config)
             layers = range(model.geometry.layers)
@@ -60,7 +63,10 @@ def task_of():
             student = Student(source, layout)
             tensors = {name: checkpoint.read_tensor(name) for name in names}
             student.set_layer_tensors(tensors)
-            opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
+            opened = [
+                stack.enter_context(student.stream.open_layer(layer, open_stored))
+                for layer in layers
+            ]
             task = PolishTask(student, opened, tensors, None, None, 15)
             with torch.no_grad():
                 states = task.run_layers(TOKENS)
@@ -110,6 +116,36 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
         # less than half a step of bfloat16
         master.data = master.data.bfloat16().float() * (1 + 2**-12)
     assert torch.equal(ours.run_layers(TOKENS), states)
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Records the most bytes of tensors that operations inside returned and that were still in
+    memory.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self.storages = WeakValueDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self.storages[storage._cdata] = storage
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages.values()))
+        return result
+
+
+def test_a_step_holds_masters_moments_and_gradients_but_no_copies_of_all_weights(
+    tiny_family, task_of
+):
+    ours = task_of(tiny_family("llama", num_hidden_layers=16), "BF16", open_stored=True)
+    masters = sum(master.nbytes for master in ours.masters.values())
+    ours.steps = 2
+    with AllocationRecorder() as recorder:
+        list(train(ours, ours.text.draw_batches(2, 0), 2))
+    assert 4 * masters < recorder.peak < 4.4 * masters, recorder.peak / masters
 
 
 def compute_losses(logits, teacher):
