@@ -383,8 +383,8 @@ def estimate_uptraining_memory(
         activations = activations // layers + _FLOAT * layers * tokens * width
     logits = _FLOAT * _TRAINED * min(_LOGITS[on_gpu], tokens * config.vocab_size)
     need = MemoryNeed(
-        # The best weights so far, at the end.
-        _FLOAT * elements,
+        # At the end the best weights so far, in place of gradients if there is no GPU.
+        _FLOAT * elements * on_gpu,
         (_MASTER + _GRADIENT) * elements + frozen + activations + logits,
         "model",
         "uptraining all weights needs",

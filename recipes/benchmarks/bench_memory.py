@@ -69,7 +69,8 @@ def measure_run(folder: Path, out: Path, text: Path, run: str) -> Row:
             elements = opened.count_elements()
         estimate = memory.estimate_comparison_memory(elements, config, SAMPLES * LENGTH, False).host
     else:
-        sizes = {"steps": 1, "batch_tokens": 1024, "seq_len": LENGTH, "eval_sequences": 4}
+        # Gradients of a step's first half are there while its second half runs.
+        sizes = {"steps": 2, "batch_tokens": 2048, "seq_len": LENGTH, "eval_sequences": 4}
         request = UptrainRequest(
             str(folder),
             str(out),
