@@ -135,14 +135,14 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, out, mo
 def test_polishing_in_less_memory_gives_the_same_weights(tmp_path, tiny_reader, monkeypatch):
     expected = convert(tmp_path / "whole", tiny_reader, **POLISHED)["polish"]
     monkeypatch.setattr(memory, "MOST_ACTIVATIONS", 0)
-    run = training._run_layer
+    run = training.PolishTask._run_layer
     dtypes = set()
 
-    def run_and_note(layer, states):
+    def run_and_note(task, layer, states):
         dtypes.add(layer.dtype)
-        return run(layer, states)
+        return run(task, layer, states)
 
-    monkeypatch.setattr(training, "_run_layer", run_and_note)
+    monkeypatch.setattr(training.PolishTask, "_run_layer", run_and_note)
     assert convert(tmp_path / "stored", tiny_reader, **POLISHED)["polish"] == expected
     assert dtypes == {torch.float32}
 
