@@ -345,7 +345,8 @@ def _write_checkpoint(
     ) as folder:
         writer = ShardWriter(folder, shards)
         with writer.copy_source_tensors(source, lambda _: None):
-            writer.write(stored)
+            # Of tied parameters the files have one.
+            writer.write({name: stored[name] for name in stored if name in source.tensors})
         writer.finish()
         write_index(folder, shards)
         for name, data in side_files.items():
