@@ -264,22 +264,17 @@ def _solve_up_projections(problem: LatentLeastSquares, factors: LatentFactors) -
     cross = problem.cross.rotate_moment(  # E[y k^T], [H, n, D]
         products.repeat_interleave(times, 0), mean, problem.key_means.repeat_interleave(times, 0)
     )
+    # Scaled to a unit diagonal, so that one damping suits both rotary rows and weak latent
+    # channels; directions without energy do not change.
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)[..., None]
+    residual = (cross - gram @ present.mT) / scale
+    step = solve_damped(gram / (scale.mT * scale), residual, ALS_DAMPING) / scale
     return LatentFactors(
         down=down,
-        up_keys=_solve_key_regression(present, gram, cross.mT),
+        up_keys=present + step.mT,
         up_values=_multiply(problem.values, problem.multiply_value_moment(linear[rope:])),
     )
-
-
-def _solve_key_regression(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """Return ``W [H, D, P + R]`` with ``W gram = cross [H, D, P + R]`` for each head's ``gram [H, P
-    + R, P + R]``, damped toward ``present``; directions without energy do not change.
-    """
-    # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
-    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)[:, None]
-    residual = ((cross - present @ gram) / scale).mT
-    return present + solve_damped(gram / (scale.mT * scale), residual, ALS_DAMPING).mT / scale
 
 
 def _multiply(rows: Tensor, columns: Tensor) -> Tensor:

@@ -97,14 +97,14 @@ def equalize_lengths(latent: Tensor) -> tuple[Tensor, Tensor]:
     energy, axes = decompose_symmetric(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
-    white = (axes / root) @ axes.mT
+    white = (axes / root).mT
     stretch, turn = decompose_symmetric(_fit_quadratic_form(latent @ white.mT))
     size = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth = size[:, None] * (turn.mT @ white)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
     # A latent that is always zero stays zero.
-    rms = torch.where(rms > 0, rms, 1.0)
-    return forth / rms, (axes * root) @ axes.mT @ turn / size * rms
+    forth /= torch.where(rms > 0, rms, 1.0)
+    return forth, torch.linalg.inv(forth)
 
 
 def _fit_quadratic_form(latent: Tensor) -> Tensor:
