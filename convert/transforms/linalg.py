@@ -23,15 +23,9 @@ _BLOCK = 512
 _GRAM_BLOCKS = 8
 
 # `choose_moment_dtype`, `choose_product_dtype`: matrices this small, or with fewer than `_SPARSE`
-# times the dims that are kept, are multiplied in float64. `find_singular_vectors` iterates with
-# `_SPARE` more vectors.
+# times the dims that are kept, are multiplied in float64.
 _FULL = 1024
 _SPARSE = 4
-_SPARE = 64
-# Iterations only have to find a start: alternating least squares follow. KL of the reference MHA
-# model as MLA 48 + 16, with these limits lowered to its size: 1: 0.0681, 2: 0.0682, 4: 0.0683, in
-# full: 0.0684; in layout engine 0.0869, 0.0850, 0.0849, 0.0848 (2026-11-28).
-_ITERATIONS = 2
 
 # Pull of `fit_output_projection` toward the present projection, relative to the mean energy of the
 # heads' dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out
@@ -154,28 +148,6 @@ def choose_product_dtype(rank: int, size: int) -> torch.dtype:
     text, whose errors the inverse of a covariance multiplies.
     """
     return choose_moment_dtype(size) if _SPARSE * rank <= size else torch.float64
-
-
-def find_singular_vectors(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the ``rank`` largest singular values of ``rows [n, m]``, descending, and their right
-    singular vectors, ``[rank, m]``; all of them if there are fewer.
-
-    With ``dtype`` float32, if few of many are needed, a few subspace iterations from a random start
-    approximate them (Halko et al., arXiv:0909.4061), with most products in float32: a start for
-    least squares. Otherwise the decomposition is exact.
-    """
-    if torch.float64 in (dtype, choose_product_dtype(rank, min(rows.shape))):
-        _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
-        return sigma[:rank], vectors[:rank]
-    single = rows.float()
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(rows.shape[1], rank + _SPARE, generator=generator).to(single)
-    for _ in range(_ITERATIONS):
-        basis = torch.linalg.qr(single.mT @ (single @ basis)).Q
-    basis = torch.linalg.qr(basis.to(rows)).Q
-    product = rows @ basis
-    squares, turn = decompose_symmetric(product.mT @ product)
-    return squares[:rank].sqrt(), (basis @ turn[:, :rank]).mT
 
 
 def compute_metric_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
