@@ -1,12 +1,12 @@
 """Fixtures shared by the whole suite, and which tests a plain ``pytest`` leaves out."""
 
+import gc
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_models
@@ -20,14 +20,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--all", action="store_true", help="run the tests marked slow too (so does any -m)"
     )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselects ``gpu`` without a CUDA device, and ``slow`` unless --all, a -m or the name of a
     test asks for it.
     """
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
 
 
-def check_message(message: object) -> None:
+def check_message(message):
     """Assert that an error can be printed as one line, followed by one line for each problem."""
     lines = str(message).split("\n")
     assert all(line.strip() for line in lines), message
@@ -58,22 +58,20 @@ def check_message(message: object) -> None:
 
 
 @pytest.fixture
-def told() -> Callable[[object], None]:
+def told():
     """``told(message)`` asserts the form that every error message has."""
     return check_message
 
 
 @pytest.fixture
-def refused() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[Exception]]]:
+def refused():
     """``with refused("--seq-len", field="samples"):`` asserts an error, by default an InputError,
     that blames this field, with these texts in it and of the form that every error has.
     """
     from kvfold.convert.errors import InputError
 
     @contextmanager
-    def expect(
-        *texts: str, field: str | None = None, kind: type[Exception] = InputError
-    ) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    def expect(*texts, field=None, kind=InputError):
         with pytest.raises(kind) as caught:
             yield caught
         check_message(caught.value)
@@ -84,7 +82,14 @@ def refused() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[Excep
 
 
 @pytest.fixture(scope="session", autouse=True)
-def tokenized_once() -> Iterator[None]:
+def imported_once():
+    """What collecting the tests imported is not looked through at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenized_once():
     """Equal texts are tokenized once: else the text that ships takes a quarter of every tiny
     calibrated conversion.
     """
@@ -93,7 +98,7 @@ def tokenized_once() -> Iterator[None]:
     tokenize = windows.tokenize_documents
     made = {}
 
-    def remembered(tokenizer: Any, prefix: list[int], documents: Iterable[Any]) -> list[Any]:
+    def remembered(tokenizer, prefix, documents):
         documents = tuple(documents)
         key = tokenizer.backend_tokenizer.to_str(), tuple(prefix), documents
         if key not in made:
@@ -105,7 +110,7 @@ def tokenized_once() -> Iterator[None]:
         yield
 
 
-def folder_of(variable: str, default: Path | str, file: str) -> Path:
+def folder_of(variable, default, file):
     """The folder that a variable of the environment names, with ``file`` in it, or skip."""
     folder = Path(os.environ.get(variable, default))
     if not (folder / file).is_file():
@@ -114,7 +119,7 @@ def folder_of(variable: str, default: Path | str, file: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Path:
+def reference():
     """The folder of the reference checkpoint (``llama-mha/``, ``calibration.txt``,
     ``evaluation.txt``), or skip.
     """
@@ -124,7 +129,7 @@ def reference() -> Path:
 
 
 @pytest.fixture(scope="session")
-def real() -> Path:
+def real():
     """The folder of a real language model, as ``recipes/real_models.py checkpoint`` writes it, or
     skip.
     """
@@ -132,15 +137,15 @@ def real() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_family(tmp_path_factory):
     """``tiny_family("qwen3", num_key_value_heads=4)``: a folder with a tiny random checkpoint of
     that family, float32, with a tokenizer if ``vocab_size=2048``.
 
     The same folder for the same arguments: copy it before changing anything.
     """
-    made: dict[str, Path] = {}
+    made = {}
 
-    def folder(name: str, **changes: Any) -> Path:
+    def folder(name, **changes):
         tiny_models.skip_unknown(name)
         key = json.dumps([name, changes], sort_keys=True)
         if key not in made:
@@ -152,7 +157,7 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_latent(tmp_path_factory):
     """The model that ships in latent attention, 24 + 8 elements per token; copy it to change it."""
     from helpers.checkpoints import run_conversion
 
@@ -164,7 +169,7 @@ def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_reader(tiny_family: Callable[..., Path]) -> Path:
+def tiny_reader(tiny_family):
     """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to
     change it.
 
@@ -173,20 +178,39 @@ def tiny_reader(tiny_family: Callable[..., Path]) -> Path:
     return tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False)
 
 
+@pytest.fixture(scope="session")
+def shallow_demo(tmp_path_factory):
+    """The model that ships with the first of its four layers alone; copy it to change it."""
+    from helpers.checkpoints import edit_json, tensors
+    from safetensors.torch import save_file
+
+    from kvfold.convert import demo_folder
+
+    folder = Path(shutil.copytree(demo_folder(), tmp_path_factory.mktemp("shallow") / "demo"))
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    kept = {
+        name: tensor
+        for name, tensor in tensors(folder).items()
+        if ".layers." not in name or ".layers.0." in name
+    }
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     """Where a conversion may write: nothing is there yet."""
     return tmp_path / "out"
 
 
 @pytest.fixture
-def kvfold(capfd: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+def kvfold(capfd):
     """``kvfold("inspect", folder, status=0)``: runs a command line in this process, which must end
     in that status; its ``stdout`` and ``stderr``.
     """
     from kvfold.convert.cli import main
 
-    def run(*arguments: object, status: int = 0) -> SimpleNamespace:
+    def run(*arguments, status=0):
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, arguments)))
         shown = capfd.readouterr()

@@ -4,21 +4,20 @@ particular to it.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text())
-SIZES: dict[str, Any] = _TABLES["sizes"]
-FAMILIES: dict[str, dict[str, Any]] = _TABLES["families"]
+SIZES = _TABLES["sizes"]
+FAMILIES = _TABLES["families"]
 # Families whose stock class gives every query head a key and a value of its own: they become layout
 # kvfold.
-CLASSICS: dict[str, dict[str, Any]] = _TABLES["classics"]
+CLASSICS = _TABLES["classics"]
 # Families with latent attention, which kvfold writes but does not convert.
-LATENTS: dict[str, dict[str, Any]] = _TABLES["latents"]
+LATENTS = _TABLES["latents"]
 
 
-def skip_unknown(name: str) -> None:
+def skip_unknown(name):
     """Skip the test if the installed transformers, an older supported one, has no model type
     ``name``.
     """
@@ -28,7 +27,7 @@ def skip_unknown(name: str) -> None:
         pytest.skip(f"the installed transformers has no {name}")
 
 
-def save_random(model: Any, folder: Path) -> None:
+def save_random(model, folder):
     """Saves ``model`` with random parameters, no norm and no bias at the value it starts from.
 
     With 2048 tokens it reads text by the tokenizer of the model that ships.
@@ -48,7 +47,7 @@ def save_random(model: Any, folder: Path) -> None:
         add_demo_tokenizer(folder)
 
 
-def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
+def make_tiny(name, folder, changes):
     """Saves a random model of family ``name`` in float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -30,12 +30,6 @@ def test_bytes_of_the_cache_are_those_of_the_table_in_the_readme(variant, cache)
     assert cache.nbytes == 2 * 7 * numbers * torch.bfloat16.itemsize
 
 
-def test_values_may_be_narrower_than_keys():
-    cache = KVCache(1, 2, 16, value_dim=8)
-    cache.append(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8))
-    assert cache.nbytes == 3 * 2 * (16 + 8) * torch.float32.itemsize
-
-
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 6))
 def test_growing_keeps_every_token(pieces, capacity):

@@ -5,10 +5,8 @@ import shutil
 import sys
 
 import pytest
-from helpers.cases import read_cases
+from helpers.cases import mostly_slow, read_cases
 from helpers.processes import run_python
-
-from kvfold.convert import demo_folder
 
 CASES = read_cases(__file__)
 ENTRY = """
@@ -25,10 +23,10 @@ for line in sys.argv[1:]:
 
 
 @pytest.fixture
-def planted(tmp_path):
-    """The shipped model with Python files that leave a mark beside it when they are imported."""
+def planted(tiny_reader, tmp_path):
+    """A model with Python files that leave a mark beside it when they are imported."""
     model = tmp_path / "model"
-    shutil.copytree(demo_folder(), model)
+    shutil.copytree(tiny_reader, model)
     for name in CASES["planted"]:
         mark = f"open({str(tmp_path / 'mark')!r}, 'a').write({name!r})\n"
         (model / f"{name}.py").write_text(mark)
@@ -48,12 +46,7 @@ def entry(planted):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("inspect",),
-        pytest.param(
-            [name for name in CASES["commands"] if name != "inspect"], marks=pytest.mark.slow
-        ),
-    ],
+    mostly_slow([(["inspect"],), ([name for name in CASES["commands"] if name != "inspect"],)], 2),
 )
 def test_commands_in_a_strangers_folder(entry, planted, names):
     lines = [CASES["commands"][name] for name in names]

@@ -6,6 +6,7 @@ import doctest
 import json
 import re
 import shlex
+import shutil
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_example(name, tmp_path):
         exported[name], name, globs=exported | {"folder": tmp_path}
     )
     assert found[0].examples, f"{name} has no example"
-    told: list[str] = []
+    told = []
     assert doctest.DocTestRunner().run(found[0], out=told.append).failed == 0, "".join(told)
 
 
@@ -58,7 +59,7 @@ DOCUMENTS = [
 @pytest.mark.slow
 def test_the_page_on_python(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    told: list[str] = []
+    told = []
     # A blank line ends an expected output.
     text = (REPOSITORY / "docs" / "python.md").read_text().replace("```", "\n```")
     found = doctest.DocTestParser().get_doctest(text, {}, "python.md", "docs/python.md", 0)
@@ -88,9 +89,9 @@ def test_documents_name_commands_and_files_that_exist(document):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
-def test_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
-    for folder in ("convert", "docs"):
-        (tmp_path / folder).symlink_to(REPOSITORY / folder)
+def test_commands_of_a_page_run_in_order(page, shallow_demo, tmp_path, monkeypatch):
+    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
+    shutil.copytree(shallow_demo, tmp_path / "convert" / "data" / "demo")
     monkeypatch.chdir(tmp_path)
     for language, block in re.findall(r"```(sh|python)\n(.*?)```", page.read_text(), re.DOTALL):
         if language == "python":
@@ -102,11 +103,12 @@ def test_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_the_notebook_runs(shallow_demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(kvfold.convert, "demo_folder", lambda: shallow_demo)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook = json.loads((REPOSITORY / "recipes" / "first_hour.ipynb").read_text())
-    names: dict[str, object] = {}
+    names = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
@@ -114,19 +116,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 
 WALKS = (REPOSITORY / "docs" / "walks.md").read_text()
-SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-CONFIGS = {
-    "meta-llama/Llama-3.1-8B-Instruct": hub_config("meta-llama/Meta-Llama-3-8B")
-    | {"rope_scaling": SCALING, "max_position_embeddings": 131072},
-    "Qwen/Qwen2.5-7B-Instruct": hub_config("Qwen/Qwen2.5-7B"),
-    "meta-llama/Llama-2-7b-hf": hub_config("meta-llama/Llama-2-7b-hf"),
-}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +128,7 @@ def test_conversions_of_the_walks_are_planned(line, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "get_free_memory_bytes", lambda name: 64 << 30)
     monkeypatch.setattr(memory, "get_free_disk_bytes", lambda plan: 64 << 30)
     Path("MODEL").mkdir()
-    Path("MODEL/config.json").write_text(json.dumps(CONFIGS[model] | {"dtype": "bfloat16"}))
+    Path("MODEL/config.json").write_text(json.dumps(hub_config(model) | {"dtype": "bfloat16"}))
     for text in ("FILE", "chats.jsonl"):
         Path(text).write_text('{"text": "words"}\n')
     done = CliRunner().invoke(

@@ -41,25 +41,9 @@ def test_control_codes_and_bytes_in_names_are_escaped(kvfold, model):
     assert "\x1b" not in done.stdout
 
 
-def test_a_file_name_that_is_no_text_is_told_first(kvfold, model):
-    shutil.copy(model / "tokenizer.json", os.fsencode(model) + b"/tokenizer\xff.json")
-    done = kvfold("convert", model, model.with_name("out"), *POOLED, status=2)
-    assert "is not UTF-8; rename" in done.stderr
-
-
 def test_a_name_that_leaves_no_room_for_the_temporary_folder(kvfold, tmp_path):
     done = kvfold("convert", demo_folder(), tmp_path / ("o" * 240), *POOLED, status=2)
     assert "its name is too long" in done.stderr
-
-
-def test_a_name_that_no_disk_can_hold(kvfold):
-    name = "x" * 5000
-    done = kvfold("inspect", name, status=2)
-    assert "File name too long" in done.stderr
-    for words in (["drift", name, name], ["convert", name, "out", "--to", "mqa"]):
-        done = kvfold(*words, status=2)
-        assert "no such folder" in done.stderr
-        assert len(done.stderr) < 1000
 
 
 def test_nan_is_told_when_it_is_copied_and_when_it_is_measured(kvfold, model):

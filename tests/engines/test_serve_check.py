@@ -3,7 +3,6 @@ engine says.
 """
 
 import importlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,15 +30,3 @@ def test_verdicts(script, found, apart, verdict, equal, ties):
     if verdict == "wrong":
         assert row["prompts_equal"] == "1 of 2"
         assert row["differences"] == [{"prompt": 1, "token": 31, "logits_apart": apart}]
-
-
-def test_a_dead_engine_is_a_refusal_with_its_message(script, tmp_path, monkeypatch):
-    dead = tmp_path / "serve" / "dead.py"
-    dead.parent.mkdir()
-    dead.write_text(
-        "import os, sys\nprint('x.cpp: ASSERT(a < b) failed\\nlast line',"
-        " file=sys.stderr)\nos.abort()\n"
-    )
-    monkeypatch.setattr(script, "__file__", str(tmp_path / "serve_check.py"))
-    monkeypatch.setitem(script.SCRIPTS, "mlx", "dead.py")
-    assert script.ask("mlx", sys.executable, {}, 60) == {"error": "x.cpp: ASSERT(a < b) failed"}

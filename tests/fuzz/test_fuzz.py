@@ -32,7 +32,7 @@ from safetensors import SafetensorError, deserialize
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold, main
-from kvfold.convert.conversion import output
+from kvfold.convert.conversion import output, polishing
 from kvfold.convert.errors import InputError
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import STATE, prepare_training_folder
@@ -183,7 +183,7 @@ STATE_FILES = [".journal.json", ".precision", ".text.pt", ".polish.pt"]
 def killed_run(seeds, tmp_path_factory):
     """The command of a run that was killed after its last layer, its folder, and a copy of that."""
     case = tmp_path_factory.getbasetemp() / "state"
-    line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "26"]
+    line = ["convert", str(seeds / "llama"), str(case / "out"), "--to", "mqa", "--polish", "3"]
     texts = ["--calibration", "self", "--calibration", str(seeds / "text.txt")]
     line += [*texts, *RUN.split()]
 
@@ -192,8 +192,10 @@ def killed_run(seeds, tmp_path_factory):
         main(line)
 
     (case / "log").mkdir(parents=True)
-    assert forked.run(case / "log", convert).status == 9
-    return line, case, shutil.copytree(case, case.with_name("state copy"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(polishing, "POLISH_ROUND", 2)  # after which the state is stored
+        assert forked.run(case / "log", convert).status == 9
+        yield line, case, shutil.copytree(case, case.with_name("state copy"))
 
 
 @pytest.mark.slow

@@ -10,22 +10,13 @@ size of the results.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers import reference
-from kvfold.attention import (
-    GroupedAttention,
-    LatentAttention,
-    rotary_frequencies,
-)
+from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Case:
     starts: Tensor | None = None
     lengths: Tensor | None = None
 
-    def visible(self, batch: int, queries: int, keys: int) -> Tensor:
+    def visible(self, batch, queries, keys):
         """The mask as a matrix ``[B, 1, T, S]``, straight from its definition, on the CPU."""
         offset = keys - queries if self.offset is None else self.offset
         position = offset + torch.arange(queries)[None, :, None]
@@ -55,13 +46,7 @@ class Case:
         return seen[:, None]
 
 
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    case: Case,
-    scale: float | None = None,
-) -> Tensor:
+def naive(query, key, value, case, scale=None):
     """``grouped_attention`` as matrix product, mask, softmax, matrix product, every step in the
     inputs' dtype.
     """
@@ -74,9 +59,7 @@ def naive(
     return torch.where(some, weights, 0.0) @ value.repeat_interleave(share, 1)
 
 
-def expand(
-    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def expand(nope, rope, latent, up_key, up_value):
     """The queries, keys and values of every head of latent attention, written out."""
     rank = up_key.shape[-1]
     c = latent[..., :rank]
@@ -85,15 +68,7 @@ def expand(
     return torch.cat([nope, rope], -1), torch.cat([key, shared], -1), value
 
 
-def naive_latent(
-    nope: Tensor,
-    rope: Tensor,
-    latent: Tensor,
-    up_key: Tensor,
-    up_value: Tensor,
-    case: Case,
-    absorbed: bool,
-) -> Tensor:
+def naive_latent(nope, rope, latent, up_key, up_value, case, absorbed):
     """``latent_attention`` in the same way."""
     if not absorbed:
         return naive(*expand(nope, rope, latent, up_key, up_value), case)
@@ -103,16 +78,14 @@ def naive_latent(
     return naive(query, latent[:, None], value, case, scale) @ up_value.mT
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+def exact(query, key, value, case):
     """The reference's loops, in float64 on the CPU: ``[B, H, T, Dv]``."""
     seen = case.visible(len(query), query.shape[2], key.shape[2])[:, 0]
     rows = zip(*(x.cpu().double() for x in (query, key, value)), seen, strict=True)
     return torch.stack([reference.attend_grouped_heads(*row) for row in rows])
 
 
-def exact_latent(
-    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case
-) -> Tensor:
+def exact_latent(nope, rope, latent, up_key, up_value, case):
     """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T,
     Dv]``.
     """
@@ -120,12 +93,12 @@ def exact_latent(
     return exact(*expand(*inputs), case)
 
 
-def error(result: Tensor, exact: Tensor) -> float:
+def error(result, exact):
     """Root mean square of the difference."""
     return (result.detach().cpu().double() - exact).square().mean().sqrt().item()
 
 
-def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
+def assert_precise(result, plain, exact):
     """The rule above; ``plain`` is the naive formula's result in the same dtype, ``exact`` that of
     float64.
     """
@@ -144,7 +117,7 @@ def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
     )
 
 
-def grouped_module(kv_heads: int, **options: Any) -> GroupedAttention:
+def grouped_module(kv_heads, **options):
     """A random layer ``[B, T, 64] -> [B, T, 64]`` with 4 query heads of dim 16 and values of dim
     12, or 16 with MHA, for which torch has a fused kernel.
     """
@@ -162,11 +135,11 @@ def grouped_module(kv_heads: int, **options: Any) -> GroupedAttention:
     )
 
 
-def latent_module(query_rank: int | None = None, **options: Any) -> LatentAttention:
+def latent_module(query_rank=None, **options):
     """A random layer ``[B, T, 64] -> [B, T, 64]`` with 4 heads, and a query latent if it has a
     rank.
     """
-    query: nn.Module = nn.Linear(query_rank or 64, 96, bias=False)
+    query = nn.Linear(query_rank or 64, 96, bias=False)
     if query_rank:
         query = nn.Sequential(nn.Linear(64, query_rank, bias=False), query)
     return LatentAttention(
@@ -184,7 +157,7 @@ def latent_module(query_rank: int | None = None, **options: Any) -> LatentAttent
     )
 
 
-def small_modules() -> dict[str, nn.Module]:
+def small_modules():
     """A random module of each variant."""
     torch.manual_seed(0)
     rotary = {"frequencies": rotary_frequencies(16)}
@@ -197,14 +170,7 @@ def small_modules() -> dict[str, nn.Module]:
     }
 
 
-def attention_maps(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    seen: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attention_maps(query, key, scale, seen, softcap=None, sinks=None):
     """The textbook formula in the dtype of its inputs: ``[B, H, T, S]``."""
     batch, heads, length, _ = query.shape
     scores = scale * (query @ key.repeat_interleave(heads // key.shape[1], 1).mT)
@@ -217,14 +183,7 @@ def attention_maps(
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
-def decode_naively(
-    query: Tensor,
-    rope: Tensor,
-    latent: Tensor,
-    key: Tensor,
-    scale: float,
-    mask: Tensor | None,
-) -> Tensor:
+def decode_naively(query, rope, latent, key, scale, mask):
     """``attend_to_latents`` with every step in the inputs' dtype, softmax in float32 at least, as
     eager attention in transformers.
     """
@@ -240,12 +199,12 @@ def decode_naively(
 DECODERS = json.loads(Path(__file__).with_name("decoders.json").read_text())
 
 
-def tiny_decoder(family: str = "llama", **changes: Any) -> PreTrainedModel:
+def tiny_decoder(family="llama", **changes):
     """A random model of three layers with four heads."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(DECODERS[family] | changes))
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def random_tokens(rows: int = 5, length: int = 12) -> Tensor:
+def random_tokens(rows=5, length=12):
     return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(0))

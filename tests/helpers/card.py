@@ -5,7 +5,6 @@ registers the device with torch for the whole process.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,34 +27,34 @@ class CardTensor(Tensor):
     """A tensor on the pretended card, with the tensor ``inner`` of the CPU that holds its data."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "CardTensor":
+    def __new__(cls, inner):
         return Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=CARD
         )
 
-    def __init__(self, inner: Tensor) -> None:
+    def __init__(self, inner):
         self.inner = inner.resolve_conj().resolve_neg()
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.inner.tolist()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         if any(isinstance(value, Tensor) for value in tree_flatten(index)[0]):
             return super().__getitem__(index)
         return CardTensor(self.inner[strip(index)])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index, value):
         self.inner[strip(index)] = strip(value)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
 
 class PretendCard(TorchDispatchMode):
     """While it is active, tensors can be made on the pretended card and moved to it."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
 
@@ -64,7 +63,7 @@ class MakeOnHost(TorchFunctionMode):
     it in C++, where no mode sees it.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is Tensor.new_tensor:
             return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(
@@ -76,12 +75,12 @@ class MakeOnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def strip(values: Any) -> Any:
+def strip(values):
     """Return ``values`` with the CPU's tensors in place of the card's."""
     return tree_map(lambda value: value.inner if isinstance(value, CardTensor) else value, values)
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
+def run(func, args, kwargs):
     """Return what ``func`` returns on the CPU, on the card if its tensors are there. Raises
     RuntimeError if only some are.
     """
@@ -104,18 +103,18 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda value: CardTensor(value) if isinstance(value, Tensor) else value, result)
 
 
-def fit_on_card() -> None:
+def fit_on_card():
     """Make conversions in this process survey and fit layers on the pretended card."""
 
-    def fit(method: Any, layer: Any, device: torch.device) -> Any:
-        def measure_error(weights: Any) -> float:
+    def fit(method, layer, device):
+        def measure_error(weights):
             with _disable_current_modes():  # the student stays on the CPU
                 return layer.measure_error(weights)
 
         with PretendCard(), MakeOnHost():
             return fit_on_device(method, replace(layer, measure_error=measure_error), CARD)
 
-    def survey(weights: Any, statistics: Any, *others: Any) -> Any:
+    def survey(weights, statistics, *others):
         with PretendCard(), MakeOnHost():
             weights, statistics = weights.to(CARD), statistics.to(CARD)
             return survey_layer(linearize_norms(weights, statistics), statistics, *others)

@@ -1,19 +1,17 @@
 """Cases of parametrized tests: read from the JSON beside a test, most left to ``pytest --all``."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 
-def read_cases(file: str) -> Any:
+def read_cases(file):
     """The tables of configs and expected facts beside a test, whose ``__file__`` is given."""
     return json.loads(Path(file).with_suffix(".json").read_text())
 
 
-def mostly_slow(cases: Iterable[Any], quick: int) -> list[Any]:
+def mostly_slow(cases, quick):
     """``cases``, with all but every ``quick``-th, from the first, marked slow; tuples and lists
     are several arguments.
     """

@@ -12,11 +12,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
 
 PATIENCE = 120  # seconds of wall time: a child that takes longer hangs
 
@@ -35,14 +32,14 @@ class Ended:
     stderr: str
 
 
-def start(folder: Path, work: Callable[[], object]) -> int:
+def start(folder, work):
     """Fork a child that does ``work`` and leaves what it prints in ``folder``. Returns its process
     id.
     """
     return os.fork() or _become(folder, work)
 
 
-def ended(folder: Path, child: int) -> Ended:
+def ended(folder, child):
     """Wait for a child of ``start``. AssertionError when it hangs."""
     limit = time.monotonic() + PATIENCE
     while (waited := os.waitpid(child, os.WNOHANG))[0] == 0:
@@ -57,20 +54,20 @@ def ended(folder: Path, child: int) -> Ended:
     return Ended(os.waitstatus_to_exitcode(waited[1]), out, err)
 
 
-def run(folder: Path, work: Callable[[], object]) -> Ended:
+def run(folder, work):
     """``start`` and ``ended``."""
     folder.mkdir(parents=True, exist_ok=True)
     return ended(folder, start(folder, work))
 
 
-def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[Ended]:
+def run_ranks(folder, work, count=2):
     """``count`` children that do ``work`` at once, each with its RANK in the environment that
     torchrun would set.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def ranked(rank: int) -> None:
+    def ranked(rank):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         work()
@@ -82,7 +79,7 @@ def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[
     return [ended(each, child) for each, child in children.items()]
 
 
-def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
+def _become(folder, work):
     status = 70
     gc.freeze()  # what the parent imported is not looked through again
     try:
@@ -116,13 +113,7 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
         os._exit(status)
 
 
-def at_call(
-    number: int,
-    action: Callable[[], object],
-    calls: tuple[str | tuple[Any, str], ...] = CALLS,
-    lasting: bool = False,
-    after: bool = False,
-) -> Callable[[], int]:
+def at_call(number, action, calls=CALLS, lasting=False, after=False):
     """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a
     count of them.
 
@@ -131,8 +122,8 @@ def at_call(
     """
     count = 0
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def counted(function):
+        def call(*arguments, **options):
             nonlocal count
             count += 1
             now = count == number or (lasting and count > number)
@@ -152,7 +143,7 @@ def at_call(
     return lambda: count
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def snapshot(folder):
     """The contents of every file below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()

@@ -10,22 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from helpers.checkpoints import read_json
 from kvfold.convert.transforms.head_norms import project_with_norms
-from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
 NORMS = read_json(Path(__file__).with_name("norms.json"))
 
 
-def normal(seed: int, *shape: int) -> Tensor:
+def normal(seed, *shape):
     """Standard normal numbers in float64, the same for the same seed and shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def head_norm(seed: int, heads: int, dims: int, name: str) -> HeadNorm:
+def head_norm(seed, heads, dims, name):
     """A norm of ``NORMS`` with random gains, about 1.5, and biases."""
     kind = NORMS[name]
     rows = 1 if kind.get("shared") else heads
@@ -34,25 +32,18 @@ def head_norm(seed: int, heads: int, dims: int, name: str) -> HeadNorm:
     return HeadNorm(**{**kind, "weight": gain, "bias": bias})
 
 
-def plain_rotary(dims: int, base: float = 100.0) -> Rotary:
+def plain_rotary(dims, base=100.0):
     """Rotary embedding of the first ``dims`` dims, with frequencies ``base^(-i / dims)`` for even
     i; none for 0.
     """
     return Rotary(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1)))
 
 
-def random_layer(
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 8,
-    model: int = 24,
-    bias: bool = False,
-    seed: int = 0,
-) -> tuple[AttentionWeights, LayerStatistics, Tensor]:
+def random_layer(heads=4, kv_heads=2, dim=8, model=24, bias=False, seed=0):
     """Random weights, the statistics of correlated inputs, and those inputs ``[160, model]``."""
     generator = torch.Generator().manual_seed(seed)
 
-    def rand(*shape: int) -> Tensor:
+    def rand(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
 
     maps = rand(heads, dim, model) * 2, rand(kv_heads, dim, model) * 2, rand(kv_heads, dim, model)
@@ -63,7 +54,7 @@ def random_layer(
     return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, rand(heads, 12).softmax(1)), x
 
 
-def turned(rows: Tensor, angle: Tensor) -> Tensor:
+def turned(rows, angle):
     """``rows [..., D]`` whose pairs are turned by ``angle [..., pairs]``; dims after the pairs
     stay.
     """
@@ -74,12 +65,12 @@ def turned(rows: Tensor, angle: Tensor) -> Tensor:
     return torch.cat((z.real, z.imag, rows[..., 2 * pairs :]), -1)
 
 
-def rotated(rows: Tensor, theta: Tensor) -> Tensor:
+def rotated(rows, theta):
     """``rows [..., T, D]`` turned by ``position * theta``."""
     return turned(rows, torch.arange(rows.shape[-2], dtype=torch.float64)[:, None] * theta)
 
 
-def statistics_of(x: Tensor, heads: int) -> LayerStatistics:
+def statistics_of(x, heads):
     """The statistics of inputs ``x [B, T, E]`` to a layer whose heads look equally far at all T
     distances.
     """
@@ -88,7 +79,7 @@ def statistics_of(x: Tensor, heads: int) -> LayerStatistics:
     return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
 
 
-def dense_distances(profile: Tensor, reach: int, uniform: float = 0.0, tail: float = 0.5) -> Tensor:
+def dense_distances(profile, reach, uniform=0.0, tail=0.5):
     """The mixture of distances that fits average over, ``[H, reach]``, written out for ``profile
     [H, S]``.
     """
@@ -101,7 +92,7 @@ def dense_distances(profile: Tensor, reach: int, uniform: float = 0.0, tail: flo
     return (1 - uniform) * mixed + uniform * ahead / ahead.sum()
 
 
-def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
+def normed_statistics(weights, x):
     """The same, with those of what is behind the norms of ``weights`` on queries and keys."""
     flat = x.flatten(0, 1)
     rows, divisors = project_with_norms(weights, flat)
@@ -112,7 +103,7 @@ def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     return replace(statistics_of(x, weights.heads), normed=cross, divisors=seen)
 
 
-def normalized(y: Tensor, norm: HeadNorm | None) -> Tensor:
+def normalized(y, norm):
     """``y [B, H, T, D]`` after the norm, as the definition of each kind says."""
     if norm is None:
         return y
@@ -124,7 +115,7 @@ def normalized(y: Tensor, norm: HeadNorm | None) -> Tensor:
     return y if norm.bias is None else y + norm.bias.double()[:, None]
 
 
-def project_heads(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def project_heads(weight, bias, x):
     """``weight [H, D, E]`` and ``bias [H, D]`` on ``x [..., T, E]``, in float64: ``[..., H, T,
     D]``.
     """
@@ -132,7 +123,7 @@ def project_heads(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return y if bias is None else y + bias.double()[:, None]
 
 
-def mix_values(scores: Tensor, v: Tensor, o: Tensor, o_bias: Tensor | None) -> Tensor:
+def mix_values(scores, v, o, o_bias):
     """The output ``[..., T, E]`` of causal attention with ``scores [..., H, T, T]``."""
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
@@ -140,7 +131,7 @@ def mix_values(scores: Tensor, v: Tensor, o: Tensor, o_bias: Tensor | None) -> T
     return y if o_bias is None else y + o_bias.double()
 
 
-def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
+def attend(weights, x, rotary):
     """The layer's causal output ``[B, T, E]`` in float64: project, normalize, rotate, softmax,
     project.
     """
@@ -159,14 +150,14 @@ def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
     return mix_values(scores, v, weights.o, weights.o_bias)
 
 
-def attend_latent(latent: LatentWeights, x: Tensor, normed: bool = False) -> Tensor:
+def attend_latent(latent, x, normed=False):
     """The causal output ``[..., T, E]`` of ``latent`` for ``x [..., T, E]``, by the formula of
     `LatentWeights`.
 
     ``normed``: an RMSNorm without weights and with an eps of 1e-6 is applied to both latents.
     """
 
-    def compress(weight: Tensor, bias: Tensor | None, normed: bool = normed) -> Tensor:
+    def compress(weight, bias, normed=normed):
         c = (x @ weight.mT + (0 if bias is None else bias))[..., None, :, :]
         return c / c.square().mean(-1, keepdim=True).add(1e-6).sqrt() if normed else c
 
@@ -181,6 +172,6 @@ def attend_latent(latent: LatentWeights, x: Tensor, normed: bool = False) -> Ten
     return mix_values(scores * latent.scale, c @ latent.uv.mT, latent.o, latent.o_bias)
 
 
-def relative_error(result: Tensor, expected: Tensor) -> float:
+def relative_error(result, expected):
     """``|result - expected| / |expected|``, Frobenius norms."""
     return ((result - expected).norm() / expected.norm()).item()

@@ -10,15 +10,13 @@ costs a model.
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
 
 _PRODUCTS = 1024
 
 
-def _reordered(dtype: torch.dtype) -> float:
+def _reordered(dtype):
     return 4 * 2**0.5 * _PRODUCTS**0.5 * torch.finfo(dtype).eps / 2
 
 
@@ -46,9 +44,7 @@ EXACT = {
 
 
 @torch.no_grad()
-def assert_same_function(
-    found: nn.Module, expected: nn.Module, run: Callable[[nn.Module], Tensor]
-) -> None:
+def assert_same_function(found, expected, run):
     """Asserts that two models of equal functions differ by rounding only: twice what arithmetic and
     storing explain.
     """

@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 from click.testing import CliRunner
 
 PATIENCE = 600  # seconds: a process that takes longer hangs, on however busy a machine
 
 
-def run_kvfold(*words: object) -> str:
+def run_kvfold(*words):
     """What a command line prints to stdout, which must end in status 0; its error is raised."""
     from kvfold.convert.cli import kvfold
 
@@ -19,9 +18,7 @@ def run_kvfold(*words: object) -> str:
     return done.stdout
 
 
-def run_python(
-    *arguments: object, check: bool = True, **options: Any
-) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments, check=True, **options):
     """``python ARGUMENTS`` on one thread, its output captured as text; its error output is shown if
     it fails.
 

@@ -1,17 +1,14 @@
 """A tiny random llama and a student of it, for tests of the walk and of what is fitted on it."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
 from kvfold.convert.checkpoint.writer import PlannedTensor
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.walk.walk import Student, Teacher, Walk, WalkLayer
+from kvfold.convert.walk.walk import Student, Teacher, Walk
 
 LAYERS = 3
 SHAPE = {
@@ -24,7 +21,7 @@ SHAPE = {
 }
 
 
-def run_stream(stream: CheckpointStream, tokens: Tensor) -> Tensor:
+def run_stream(stream, tokens):
     """The logits ``[B, T, V]`` of a stream for ``tokens [B, T]``."""
     hidden = stream.embed(tokens)
     for index in range(stream.layers):
@@ -38,9 +35,7 @@ class Case:
     more sequences.
     """
 
-    def __init__(
-        self, kv_heads: int = 2, dtype: torch.dtype = torch.float32, sequences: int = 7
-    ) -> None:
+    def __init__(self, kv_heads=2, dtype=torch.float32, sequences=7):
         torch.manual_seed(0)
         self.source, self.student = (
             LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=heads))
@@ -63,10 +58,10 @@ class Case:
             torch.randint(0, 61, (5, 13)),
         )
 
-    def stream(self) -> CheckpointStream:
+    def stream(self):
         return CheckpointStream(self.source.config.to_dict(), self.stored.__getitem__, self.stored)
 
-    def converted(self, source: CheckpointStream) -> Student:
+    def converted(self, source):
         planned = []
         for name, tensor in (self.student.state_dict() | self.new).items():
             copied = None if name in self.new else name
@@ -74,26 +69,24 @@ class Case:
                 PlannedTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
             )
         output = SimpleNamespace(
-            config=self.student.config.to_dict(),
-            tensors=planned,
-            encode_layer=self.encode_layer,
+            config=self.student.config.to_dict(), tensors=planned, encode_layer=self.encode_layer
         )
         return Student(source, output)
 
-    def encode_layer(self, index: int, weights: Any) -> dict[str, Tensor]:
+    def encode_layer(self, index, weights):
         """The tensors of a layer; tests replace it."""
         raise NotImplementedError
 
-    def layer(self, index: int) -> dict[str, Tensor]:
+    def layer(self, index):
         return {name: tensor for name, tensor in self.new.items() if f".layers.{index}." in name}
 
-    def walk(self, **options: Any) -> Walk:
+    def walk(self, **options):
         source = self.stream()
         return Walk(
             Teacher(source, self.held_out, self.calibration, **options), self.converted(source)
         )
 
-    def run(self, walk: Walk) -> Iterator[WalkLayer]:
+    def run(self, walk):
         for step in walk:
             yield step
             step.advance_student(self.layer(step.index))

@@ -2,11 +2,9 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from tiny_models import save_random
-from torch import Tensor
 
 from helpers.checkpoints import read_json, stock_model
 
@@ -14,10 +12,10 @@ IMAGE = 90
 START = 92
 END = 93
 # The configs of each wrapper's language and vision models, its other keys, and its image.
-MODELS: dict[str, dict[str, Any]] = read_json(Path(__file__).with_suffix(".json"))
+MODELS = read_json(Path(__file__).with_suffix(".json"))
 
 
-def make_wrapper(name: str, folder: Path, **text: Any) -> None:
+def make_wrapper(name, folder, **text):
     """Saves a random wrapper called ``name`` in float32; ``text`` are changes to its language
     model's config.
     """
@@ -34,7 +32,7 @@ def make_wrapper(name: str, folder: Path, **text: Any) -> None:
     save_random(model, folder)
 
 
-def inputs(name: str) -> dict[str, Tensor]:
+def inputs(name):
     """Text with an image in it, or without one for a wrapper that cuts its images into tiles."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 80, (1, 24), generator=generator)
@@ -53,12 +51,9 @@ def inputs(name: str) -> dict[str, Tensor]:
     return given
 
 
-def logits(folder: Path, given: dict[str, Tensor]) -> Tensor:
+def logits(folder, given):
     """The logits of the wrapper in ``folder`` as transformers loads it."""
     from transformers import AutoModelForImageTextToText
 
     with torch.no_grad():
-        result: Tensor = stock_model(folder, AutoModelForImageTextToText, dtype=torch.float32)(
-            **given
-        ).logits
-    return result
+        return stock_model(folder, AutoModelForImageTextToText, dtype=torch.float32)(**given).logits

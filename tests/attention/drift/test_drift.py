@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.attention import random_tokens, tiny_decoder
+from helpers.layers import relative_error
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention import measure_drift
@@ -64,10 +65,6 @@ def run_stock(model, tokens):
     return output, attentions
 
 
-def relative_error(expected, actual):
-    return ((actual - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 @torch.no_grad()
 def test_numbers_are_those_of_stock_models_with_hooks(family):
@@ -83,16 +80,16 @@ def test_numbers_are_those_of_stock_models_with_hooks(family):
         hybrid.model.layers[index] = student.model.layers[index]
         local, local_attentions = run_stock(hybrid, tokens)
         expected = {
-            "attention_local": relative_error(attentions[index], local_attentions[index]),
-            "attention_propagated": relative_error(attentions[index], own_attentions[index]),
+            "attention_local": relative_error(local_attentions[index], attentions[index]),
+            "attention_propagated": relative_error(own_attentions[index], attentions[index]),
         }
         # the last layer's result is hidden behind the final norm
         if index < 2:
             states, local_states, own_states = (
                 model.hidden_states[index + 1] for model in (teacher, local, own)
             )
-            expected["residual_local"] = relative_error(states, local_states)
-            expected["residual_propagated"] = relative_error(states, own_states)
+            expected["residual_local"] = relative_error(local_states, states)
+            expected["residual_propagated"] = relative_error(own_states, states)
         for name, error in expected.items():
             assert getattr(layer, name) == pytest.approx(error, rel=1e-9, abs=1e-12)
     log_p = teacher.logits[:, :-1].log_softmax(-1)

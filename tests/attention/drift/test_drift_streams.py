@@ -55,12 +55,6 @@ def test_queries_and_keys_explain_the_attention(family):
         assert_close(weights, expected, **precision.ACTIVATIONS)
 
 
-def test_families_outside_the_attention_interface_have_no_queries():
-    _, outputs = run(make_layer_stream(tiny_decoder("bloom")), random_tokens())
-    assert outputs[0].query is None
-    assert outputs[0].context is None
-
-
 def test_the_model_is_left_as_it_was():
     model = tiny_decoder(attention_dropout=0.5).train()
     tokens = random_tokens()

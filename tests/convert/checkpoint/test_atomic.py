@@ -49,11 +49,6 @@ def names(folder):
     return sorted(os.listdir(folder))
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 @pytest.fixture(params=["exchange", "aside"])
 def either(request, monkeypatch):
     if request.param == "aside":  # a system without renameat2
@@ -104,7 +99,7 @@ def test_what_another_program_makes_of_out_meanwhile_is_kept(tmp_path, out, eith
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
-    events: list[str] = []
+    events = []
     sync = os.fsync
     rename = os.rename
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from kvfold.convert.checkpoint.digests import fingerprint_files
 from kvfold.convert.checkpoint.files import list_files_besides_weights
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_checkpoint_headers
-from kvfold.convert.checkpoint.tensors import count_non_finite, view_as_bytes
+from kvfold.convert.checkpoint.tensors import view_as_bytes
 from kvfold.convert.errors import InputError
 
 FIRST = "model-00001-of-00002.safetensors"
@@ -256,14 +256,6 @@ def test_integer_buffers_are_not_quantized_weights(folder):
     buffers = {"attn.bias": torch.zeros(2, 2, dtype=torch.uint8), "position_ids": torch.arange(3)}
     save_file(buffers, folder / "model.safetensors")
     assert set(open_checkpoint(folder).tensors) == set(buffers)
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_values_that_are_not_finite_are_counted(value):
-    values = torch.full((5, 2), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    assert count_non_finite(values) == 0
-    values[3] = float(value)
-    assert count_non_finite(values.T) == 2
 
 
 def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(

@@ -10,7 +10,6 @@ import pytest
 
 from kvfold.convert.checkpoint.files import parse_json_object
 from kvfold.convert.checkpoint.writer import PlannedTensor, ShardWriter, assign_shards
-from kvfold.convert.errors import explain_system_error
 from kvfold.convert.recipes import read_recipe
 
 
@@ -39,18 +38,6 @@ def test_a_shard_that_became_a_link_is_not_written_through(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("secret")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         writer.sync()
-
-
-def test_what_the_system_refuses_is_named():
-    for error in (
-        OSError(28, "No space left on device", "/out/x"),
-        RuntimeError("I/O error: No space left on device (os error 28)"),
-        # of torch 2.11, for a file on a full disk
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
-        MemoryError(),
-    ):
-        assert explain_system_error(error)
-    assert explain_system_error(ValueError("a fault of kvfold")) is None
 
 
 def test_recipes_that_never_end(tmp_path, refused):

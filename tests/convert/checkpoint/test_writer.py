@@ -76,7 +76,7 @@ def copies(checkpoint, computed="", **dtypes):
 
 
 def copy(writer, checkpoint):
-    steps: list[int] = []
+    steps = []
     with writer.copy_source_tensors(checkpoint, steps.append):
         pass
     return steps
@@ -132,7 +132,7 @@ def in_steps(monkeypatch):
 @pytest.mark.usefixtures("in_steps")
 def test_copying_and_hashing_beside_computing(checkpoint, out):
     casts = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-    steps: list[int] = []
+    steps = []
     outputs = [
         *copies(checkpoint, "c"),
         *(PlannedTensor(dtype, dtype, (16, 8), "a") for dtype in casts),
@@ -213,8 +213,6 @@ def test_a_legacy_source_is_cast_but_not_if_that_overflows(tmp_path, out, refuse
 def test_plans_that_are_not_followed(out, refused):
     shards = assign_shards([PlannedTensor(name, "F32", (2,), None) for name in "ab"], GB)
     writer = ShardWriter(out, shards)
-    with refused(kind=KvfoldError):
-        writer.write({"a": torch.ones(2, 1)})
     assert writer.write({"a": torch.ones(2)}) == 8
     with refused(kind=KvfoldError):
         writer.finish()

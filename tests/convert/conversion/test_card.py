@@ -87,7 +87,7 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, out, monkeypatch):
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
     monkeypatch.chdir(out)
     card = Path("README.md").read_text()
-    names: dict[str, object] = {}
+    names = {}
     for block in re.findall("```python\n(.*?)```", card, re.DOTALL):
         exec(block, names)
     prompt = names["tokenizer"]("The list of", return_tensors="pt")

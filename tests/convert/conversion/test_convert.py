@@ -17,10 +17,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import ConvertRequest
 
 
 @pytest.fixture(scope="session")
@@ -93,20 +91,6 @@ def test_only_keys_and_values_change(source, pooled):
     before, after = (read_json(folder / "config.json") for folder in (source, pooled))
     assert (before.pop("num_key_value_heads"), after.pop("num_key_value_heads")) == (8, 2)
     assert list(after.items()) == list(before.items())
-
-
-def test_a_run_begins_with_the_engines_and_a_baseline_ends_with_a_warning(
-    model, out, capsys, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "100")
-    request = ConvertRequest(str(model), str(out), to="mqa", method="mean")
-    done = convert_checkpoint(request)
-    first, second = capsys.readouterr().err.splitlines()[:2]
-    assert first.startswith("plan ")
-    assert second.startswith("engines  served by transformers, vLLM")
-    summary = done.summary()
-    assert "\nverdict  not measured" in summary
-    assert "\nwarning  --method mean reads no text" in summary
 
 
 def test_side_files_and_the_record(source, pooled):
@@ -201,13 +185,6 @@ def test_numbers_of_heads_that_a_source_cannot_have(source, tmp_path):
         assert f"--kv-heads {heads} must divide" in refused(source, out, kv_heads=heads)
     convert(source, tmp_path / "one", to="mqa")
     assert "already MQA" in refused(tmp_path / "one", tmp_path / "out", to="mqa")
-
-
-def test_stored_dtype(source, out):
-    convert(source, out, dtype="float16")
-    assert {value.dtype for value in tensors(out).values()} == {torch.float16}
-    config = read_json(out / "config.json")
-    assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(source, out, monkeypatch):

@@ -1,7 +1,6 @@
 """The verdict on a conversion and the command that it recommends."""
 
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 from helpers.cases import read_cases
@@ -14,9 +13,7 @@ from kvfold.convert.conversion.judgment import (
     UNTRAINED,
     WORSE,
     LossFigures,
-    format_verdict,
     judge_drift,
-    predict_loss_after_normal_effort,
     suggest_next_command,
 )
 from kvfold.convert.data import demo_folder
@@ -36,12 +33,6 @@ def test_the_worst_figure_decides(worse):
     assert judge_drift(limits._replace(**{name: float("nan")})) == UNTRAINED
 
 
-@pytest.mark.parametrize(("margin", "verdict"), [(0.01, WORSE), (0.06, f"{WORSE}, uncertain")])
-def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
-    drift = Mock(identical=False, **POOR._asdict(), excess_margin=margin)
-    assert format_verdict(drift) == verdict
-
-
 @pytest.mark.parametrize(("options", "loss", "command", "expected"), CASES["next_command"])
 def test_the_next_command_trains_more_then_takes_a_larger_cache(
     out, options, loss, command, expected
@@ -53,12 +44,3 @@ def test_the_next_command_trains_more_then_takes_a_larger_cache(
     assert words[:2] == ["kvfold", command]
     given = kvfold.commands[command].make_context(command, words[2:]).params
     assert {name: given[name] for name in expected} == expected
-
-
-def test_what_normal_effort_leaves_is_expected_of_fitted_conversions_alone():
-    fitted = ConvertRequest("MODEL", "OUT", "mqa")
-    expected = predict_loss_after_normal_effort(fitted, AWFUL)
-    assert expected.excess < AWFUL.excess
-    assert AWFUL.agreement < expected.agreement < 1
-    assert predict_loss_after_normal_effort(replace(fitted, refine=1), AWFUL) is None
-    assert predict_loss_after_normal_effort(replace(fitted, method="mean"), AWFUL) is None

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from helpers import checkpoints
+from helpers.cases import mostly_slow
 from helpers.checkpoints import assert_same_tensors, read_json, tensors
 from helpers.forked import snapshot
 
@@ -28,14 +29,15 @@ def convert(out, model, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        LATENT,
-        pytest.param({"to": "mqa", "method": "mean"}, marks=pytest.mark.slow),
-        pytest.param(
-            {**LATENT, "rope_dim": 4, "layout": "engine", "refine": 1}, marks=pytest.mark.slow
-        ),
-        pytest.param({**LATENT, "method": "svd", "dtype": "float16"}, marks=pytest.mark.slow),
-    ],
+    mostly_slow(
+        [
+            LATENT,
+            {"to": "mqa", "method": "mean"},
+            {**LATENT, "rope_dim": 4, "layout": "engine", "refine": 1},
+            {**LATENT, "method": "svd", "dtype": "float16"},
+        ],
+        4,
+    ),
 )
 def test_polishing_brings_the_model_closer_and_changes_attention_alone(
     tiny_reader, tmp_path, options
@@ -150,7 +152,7 @@ def test_polishing_in_less_memory_gives_the_same_weights(tmp_path, tiny_reader, 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [GQA, LATENT])
 def test_refinement_brings_a_trained_model_closer(tmp_path, options):
-    options |= {"samples": 16, "seq_len": 64}
+    options |= {"samples": 8, "seq_len": 64}
     plain = convert(tmp_path / "plain", demo_folder(), **options)
     refined = convert(tmp_path / "refined", demo_folder(), **options, refine=12)
     assert "refinement" not in plain

@@ -1,11 +1,9 @@
 """The family files: what they take over, a strict schema of which all is used, and expressions."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.checkpoints import read_json
@@ -23,23 +21,6 @@ TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 def table(name):
     """The family file with what it takes over from those it extends."""
     return schema.read_family_table(FOLDER / f"{name}.json")
-
-
-def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
-    def write(**tables):
-        for name, data in tables.items():
-            (tmp_path / f"{name}.json").write_text(json.dumps(data))
-
-    first = {"kind": "a", "block": {"x": {"one": 1, "two": 2}, "y": 1, "z": 1}, "names": ["a", "b"]}
-    second = {"extends": "first", "block": {"x": {"one": None}, "y": None, "w": 5}, "names": ["c"]}
-    write(first=first, second=second, third={"extends": "second", "kind": "c", "rest": {"q": 1}})
-    merged = {"kind": "a", "block": {"x": {"one": None}, "z": 1, "w": 5}, "names": ["c"]}
-    assert schema.read_family_table(tmp_path / "second.json") == merged
-    assert schema.read_family_table(tmp_path / "third.json") == {
-        **merged,
-        "kind": "c",
-        "rest": {"q": 1},
-    }
 
 
 @pytest.mark.parametrize(
@@ -60,7 +41,7 @@ def test_an_unknown_or_missing_key_is_an_error_that_names_its_place(place):
 
 def sections_of(part):
     """The sections of a family, itself included, however deep."""
-    inner: Any = ()
+    inner = ()
     if is_dataclass(part):
         yield part
         inner = [getattr(part, item.name) for item in fields(part)]

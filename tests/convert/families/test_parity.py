@@ -127,11 +127,3 @@ def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_fami
 def test_what_no_output_can_express_is_refused(name, changes, options, tiny_family, out, refused):
     with refused():
         convert(tiny_family(name, **changes), out, **options)
-
-
-def test_a_norm_for_each_head_is_refused_where_one_is_stored(tiny_family, refused):
-    model, stored = tiny_model(tiny_family("qwen3"))
-    weights = read_attention_weights(model, 0, stored.__getitem__)
-    differing = replace(weights.k_norm, weight=torch.randn_like(weights.k_norm.weight))
-    with refused(kind=ValueError):
-        make_stored_tensors(model, 0, replace(weights, k_norm=differing))

@@ -114,7 +114,7 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
 LATENT = {"to": "mla", "kv_rank": 65, "rope_dim": 32}
 
 
-@pytest.mark.slow  # three calibrations and generated text
+@pytest.mark.slow  # two calibrations and generated text
 def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     source = tmp_path / "source"
     given = wrappers.inputs("llava")
@@ -123,7 +123,6 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     text.write_text(read_text("calibration")[:40_000])  # a phrase repeated: ill-conditioned
     options = {"method": "principal", "calibration": str(text), "samples": 4, "seq_len": 32}
     options["refine"] = 1
-    same(convert(source, tmp_path / "out", 4, **options), source, given)
     folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
     report = drift_checkpoints(
         DriftRequest(str(source), str(folded), text=str(text), samples=4, seq_len=32)

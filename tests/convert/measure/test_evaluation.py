@@ -55,13 +55,6 @@ def test_the_answer_is_the_likeliest_choice():
     assert evaluation.answer_questions(model, questions).tolist() == [1, 1, 1, 0, 0, 0]
 
 
-def test_a_source_that_does_not_beat_chance_guesses():
-    one_eighth = torch.tensor([1.0, *[0.0] * 7])
-    half = torch.tensor([1.0, 0.0] * 16)
-    assert evaluation.make_evaluation_row("needle", "", one_eighth, one_eighth)["guesses"] is True
-    assert evaluation.make_evaluation_row("needle", "", half, half)["guesses"] is False
-
-
 def test_losses_are_those_of_transformers(encode):
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)

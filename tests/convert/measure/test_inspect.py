@@ -19,9 +19,6 @@ MLA = {"to": "mla", "method": "svd"}
 
 def test_facts_of_the_shipped_model():
     facts = inspect_checkpoint(str(demo_folder())).to_dict()
-    assert (facts["family"], facts["attention"], facts["dtype"]) == ("llama", "MHA", "BF16")
-    sizes = ("layers", "heads", "kv_heads", "head_dim", "model_dim", "rotary_dims", "max_context")
-    assert [facts[name] for name in sizes] == [4, 8, 8, 32, 256, 32, 512]
     assert facts["cache"] == {
         "cache_elements": 512,
         "rounded": {"16 bits": 1024, "FP8": 512, "INT4": 320},

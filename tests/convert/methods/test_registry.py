@@ -10,12 +10,9 @@ from helpers.checkpoints import read_json, run_conversion, tensors
 from helpers.processes import run_kvfold
 
 from kvfold.convert import ConvertRequest, InputError
-from kvfold.convert.data import demo_folder
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import list_methods
-from kvfold.convert.options import format_argv
 
-WAYS = ("command line", "python")
 FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
 
 
@@ -33,25 +30,16 @@ def importable(monkeypatch):
         sys.modules.pop(module, None)
 
 
-def converted(way, out, **options):
-    """Convert the shipped model into ``out``."""
-    if way == "python":
-        run_conversion(demo_folder(), out, **options)
-    else:
-        run_kvfold("convert", demo_folder(), out, *format_argv(options))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_method_of_a_module(out, way):
+def test_a_method_of_a_module_on_the_command_line(shallow_demo, out):
     name = "toy_method:loudest"
-    converted(way, out, to="gqa", kv_heads=2, method=name)
+    run_kvfold("convert", shallow_demo, out, "--to", "gqa", "--kv-heads", 2, "--method", name)
     assert read_json(out / "kvfold.json")["request"]["method"] == name
     card = (out / "README.md").read_text()
     assert "Each group keeps its loudest head." in card
     assert f"--method {name}" in card
     keys = [
         tensors(folder)["model.layers.0.self_attn.k_proj.weight"].float()
-        for folder in (demo_folder(), out)
+        for folder in (shallow_demo, out)
     ]
     heads = keys[0].view(2, 4, 32, -1)
     loudest = torch.stack([group[group.norm(dim=(1, 2)).argmax()] for group in heads])
@@ -66,18 +54,10 @@ def test_a_method_from_python_may_start_a_refinement(tiny_reader, out):
     assert len(done.record["refinement"]) == 2
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory):
-    """The shipped model, converted with the default objective."""
-    out = tmp_path_factory.mktemp("usual") / "out"
-    converted("python", out, **FEW)
-    return out
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_objective_of_a_module(usual, tmp_path, out, way):
+def test_an_objective_of_a_module_from_python(tiny_reader, tmp_path, out):
+    run_conversion(tiny_reader, usual := tmp_path / "usual", **FEW)
     name = "toy_objective:nearest-keys"
-    converted(way, out, objective=name, **FEW)
+    run_conversion(tiny_reader, out, objective=name, **FEW)
     assert read_json(out / "kvfold.json")["request"]["objective"] == name
     assert "objective" not in read_json(usual / "kvfold.json")["request"]
     before = tensors(usual)
@@ -86,10 +66,8 @@ def test_an_objective_of_a_module(usual, tmp_path, out, way):
     assert not torch.equal(after[keys], before[keys])
     torch.testing.assert_close(after[values], before[values])
     # Once its module is imported, its name is enough.
-    assert (
-        ConvertRequest(demo_folder(), tmp_path, objective="nearest-keys", to="mqa").objective
-        == "nearest-keys"
-    )
+    request = ConvertRequest(tiny_reader, out, objective="nearest-keys", to="mqa")
+    assert request.objective == "nearest-keys"
 
 
 @pytest.mark.parametrize(("options", "message"), read_cases(__file__))

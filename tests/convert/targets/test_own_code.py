@@ -4,6 +4,7 @@ attention along.
 
 import inspect
 import json
+import sys
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import precision
+from helpers import forked, precision
 from helpers.attention import random_tokens
 from helpers.cases import mostly_slow, read_cases
 from helpers.checkpoints import (
@@ -106,12 +107,14 @@ def latents(tiny_family, tmp_path_factory):
     return pair
 
 
-@pytest.mark.slow  # two fresh processes, which load the models of many families
+@pytest.mark.slow  # loads the models of many families
 @pytest.mark.parametrize("remote", [True, False])
 def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(
     remote, tiny_family, latents, tmp_path
 ):
-    """With the checkpoint's own code, and for a few families with that of the installed package."""
+    """With the checkpoint's own code, in a fresh process, and for a few families with that of the
+    installed package.
+    """
     classics, shared = (CLASSICS, ["gemma3_text", "qwen2_moe"]) if remote else (["gpt2"], ["qwen3"])
     sources = [(tiny_family(name), {"kv_heads": 8}) for name in [*classics][::3]]
     sources += [(latents("falcon-rw")[0], {"kv_heads": 8})] if remote else []
@@ -125,8 +128,15 @@ def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(
     if not remote:
         (pairs[-1][1] / "modeling_kvfold.py").write_text("raise SystemExit(1)")  # never run
     given = json.dumps([list(map(str, pair)) for pair in pairs])
-    done = run_python("-c", USE, given, json.dumps(remote), tmp_path / "saved").stdout
-    differences = [value for found in json.loads(done) for value in found.values()]
+    arguments = ["-c", USE, given, json.dumps(remote), str(tmp_path / "saved")]
+
+    def work():
+        sys.argv = arguments[1:]
+        exec(USE, {})
+
+    done = run_python(*arguments) if remote else forked.run(tmp_path / "log", work)
+    assert done.stdout, done.stderr
+    differences = [value for found in json.loads(done.stdout) for value in found.values()]
     assert max(differences) < precision.CONVERTED
     assert len(differences) == 4 * len(pairs)
 

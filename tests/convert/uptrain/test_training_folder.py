@@ -109,14 +109,6 @@ def test_an_interrupted_run_says_what_is_kept(request_, monkeypatch):
     assert "out.training is kept" in str(raised.value.__notes__)
 
 
-def test_a_refused_folder_is_not_said_to_be_continued(request_, monkeypatch):
-    (request_.training_folder / "request.json").write_text("[")
-    monkeypatch.setattr(uptraining, "_run_uptraining", prepare_training_folder)
-    with pytest.raises(InputError, match="delete") as raised:
-        uptrain_checkpoint(request_)
-    assert not hasattr(raised.value, "__notes__")
-
-
 def test_two_runs_to_one_output(request_):
     with (
         lock_output(request_.training_folder),
