@@ -17,10 +17,10 @@ from kvfold.convert.text.corpus import choose_calibration_texts
 from kvfold.convert.training.budget import (
     BLOCK_STEPS,
     MOST_ACTIVATIONS,
-    choose_batch_size,
     choose_refine_batch_size,
     count_activation_bytes,
     count_polish_steps,
+    count_step_tokens,
 )
 
 # Constants of the host are from one fit and refinement of two layers of width 4096;
@@ -71,50 +71,164 @@ class MemoryNeed(NamedTuple):
     advice: str
 
 
-class Sizes(NamedTuple):
-    """The elements that decide how much memory a calibrated run needs.
+class CalibratedRun:
+    """What the stages of a calibrated run of ``plan`` need, on a CPU or with a GPU, without the
+    memory of the libraries. Sizes are numbers of elements.
 
-    width: the model dim.
-    layers: the number of layers.
-    layer: the elements of a layer.
+    layer: the weights of a layer.
     attention: of the attention in a layer of the source.
     converted: of the attention in a layer of the result.
-    vocabulary: the number of tokens.
+    head: of the output head.
+    length: the tokens of a sequence.
     tokens: of the calibration text.
     held_out: of the held-out text.
-    length: of a sequence.
+    step: of a step of polishing.
     """
 
-    width: int
-    layers: int
-    layer: int
-    attention: int
-    converted: int
-    vocabulary: int
-    tokens: int
-    held_out: int
-    length: int
+    def __init__(self, plan: Plan, on_gpu: bool) -> None:
+        shape = plan.geometry
+        self.plan = plan
+        self.on_gpu = on_gpu
+        self.width = shape.model_dim
+        self.layers = shape.layers
+        shapes = [tensor.shape for tensor in plan.model.tensors.values()]
+        # Wrappers pad the rows of their tables.
+        ends = sum(prod(size) for size in shapes if size and size[0] >= shape.vocabulary)
+        self.layer = (sum(map(prod, shapes)) - ends) // self.layers
+        self.attention = _count_attention(plan)
+        self.converted = count_trained(plan) // self.layers
+        self.head = shape.vocabulary * self.width
+        self.length = plan.request.calibration_length
+        self.tokens = plan.request.samples * self.length
+        self.held_out = count_held_out(plan.request.samples) * self.length
+        self.step = count_step_tokens(self.length)
 
+    def list_needs(self) -> list[MemoryNeed]:
+        """Return what each stage needs, in their order."""
+        request = self.plan.request
+        needs = [self.estimate_fit()]
+        if request.refine:
+            needs.append(self.estimate_refinement())
+        needs.append(self.estimate_comparison())
+        has_template = self.plan.checkpoint.has_chat_template
+        if SELF in dict(choose_calibration_texts(request.calibration, has_template)):
+            needs.append(self.estimate_text())
+        if request.polish:
+            needs.append(self.estimate_polishing())
+        return needs
 
-def measure_sizes(plan: Plan) -> Sizes:
-    """Return the sizes of the model and the text of ``plan``."""
-    request = plan.request
-    shape = plan.geometry
-    shapes = [tensor.shape for tensor in plan.model.tensors.values()]
-    # Wrappers pad the rows of their tables.
-    ends = sum(prod(size) for size in shapes if size and size[0] >= shape.vocabulary)
-    length = request.calibration_length
-    return Sizes(
-        width=shape.model_dim,
-        layers=shape.layers,
-        layer=(sum(map(prod, shapes)) - ends) // shape.layers,
-        attention=_count_attention(plan),
-        converted=count_trained(plan) // shape.layers,
-        vocabulary=shape.vocabulary,
-        tokens=request.samples * length,
-        held_out=count_held_out(request.samples) * length,
-        length=length,
-    )
+    def count_states(self) -> int:
+        """Return the bytes of the hidden states of all text: before and after the source's layer,
+        after its attention, and the student's; of held-out text also its attention's inputs.
+        """
+        return _FLOAT * self.width * (4 * self.tokens + 5 * self.held_out)
+
+    def count_open_layers(self) -> int:
+        """Return the bytes of a layer of both models and, of trials of splits, two statistics of
+        each of four layers.
+        """
+        statistics = 8 * _DOUBLE * self.width**2 * (self.plan.request.budget is not None)
+        return _FLOAT * (self.layer + self.converted) + statistics
+
+    def estimate_fit(self) -> MemoryNeed:
+        """Return what the conversion of a layer needs: the layer of both models, and passes of the
+        text or, after them, the fit.
+        """
+        square = _DOUBLE * self.width**2
+        chunk = min(_TOKENS[self.on_gpu], max(self.tokens, self.held_out))
+        # Of many experts each token passes a few: no more than the widest MLPs.
+        inner = min((self.layer - self.attention) // self.width, 16 * self.width)
+        running = _FLOAT * chunk * (inner + 12 * self.width)
+        fitting = 0
+        if self.plan.method.reads_text:
+            running += _SUM_SQUARES * square
+            fitting = _FIT_SQUARES * square + 2 * _DOUBLE * self.attention
+        return MemoryNeed(
+            # The fit is on the host of a GPU that is slow in float64.
+            self.count_states() + fitting * self.on_gpu,
+            self.count_open_layers() + max(running, fitting),
+            "samples",
+            f"fitting to --samples {self.plan.request.samples} of {self.length} tokens needs",
+            "lower --samples or --seq-len",
+        )
+
+    def estimate_refinement(self) -> MemoryNeed:
+        """Return what the training of a layer needs: the layer of both models, what they learn, and
+        the trained weights with their gradients, moments and rounded copies.
+        """
+        squares = _SUM_SQUARES * _DOUBLE * self.width**2 * self.plan.method.reads_text
+        batch = choose_refine_batch_size(self.length) * self.length
+        # On a GPU the inputs too, which on the host are the states.
+        examples = _FLOAT * self.width * self.tokens * (1 + self.on_gpu)
+        training = 2 * (_MASTER + _GRADIENT) * self.converted
+        training += 2 * count_activation_bytes(1, self.attention, self.width, batch)
+        return MemoryNeed(
+            self.count_states() + squares,
+            self.count_open_layers() + examples + training,
+            "refine",
+            f"--refine on --samples {self.plan.request.samples} of {self.length} tokens needs",
+            "lower --samples or --seq-len, or convert without --refine",
+        )
+
+    def estimate_comparison(self) -> MemoryNeed:
+        """Return what comparing the result with the source needs."""
+        shape = self.plan.geometry
+        tokens = max(self.held_out, min(LONG_LENGTH, shape.positions))
+        need = _estimate_comparison(self.layer, self.width, shape.vocabulary, tokens, self.on_gpu)
+        return need._replace(
+            field="device",
+            cause=f"a vocabulary of {shape.vocabulary} needs",
+            advice="convert without text (--method mean or svd)",
+        )
+
+    def estimate_text(self) -> MemoryNeed:
+        """Return what the source needs to write calibration text: its weights and a cache."""
+        # On a GPU in 16 bits, as it is stored, unless the request says otherwise.
+        half = self.on_gpu and self.plan.request.precision != "float32"
+        elements = sum(prod(tensor.shape) for tensor in self.plan.model.tensors.values())
+        weights = elements * (2 if half else _FLOAT)
+        cached = self.plan.cache_elements * self.layers * self.length
+        cached += 4 * self.plan.geometry.vocabulary
+        return MemoryNeed(
+            weights * self.on_gpu,
+            weights + _FLOAT * cached * max(1, SELF_TOKENS // self.length),
+            "calibration",
+            "--calibration self (the default of chat models) needs the whole model in memory:",
+            f"lower --seq-len, or leave that text out with --calibration {SELF}:0",
+        )
+
+    def count_polish_activations(self) -> int:
+        """Return the bytes of activations of all layers in a step of polishing."""
+        return count_activation_bytes(self.layers, self.layer, self.width, self.step)
+
+    def estimate_polishing(self) -> MemoryNeed:
+        """Return what polishing needs: all frozen weights, the trained ones with moments, what a
+        step keeps of each layer, and then logits or, without them, gradients.
+        """
+        request = self.plan.request
+        trained = self.converted * self.layers
+        frozen = (self.layer - self.attention) * self.layers
+        steps = min(BLOCK_STEPS, count_polish_steps(request.polish, self.length))
+        activations = self.count_polish_activations()
+        gradients = _GRADIENT * trained
+        if activations > MOST_ACTIVATIONS:
+            stored = sum(info.nbytes for info in self.plan.checkpoint.tensors.values())
+            weights = stored * frozen // self.plan.checkpoint.count_elements()
+            # A layer that runs, and its weights in float32.
+            gradients += activations // self.layers + _FLOAT * self.layer
+            activations = _FLOAT * self.layers * self.step * self.width
+        else:
+            weights = _FLOAT * (frozen + trained)
+        vocabulary = self.plan.geometry.vocabulary
+        logits = _FLOAT * _TRAINED * min(_LOGITS[self.on_gpu], self.step * vocabulary)
+        return MemoryNeed(
+            # The source's states, and the best trained weights with those that replace them.
+            _FLOAT * self.width * (steps * self.step + self.held_out) + 4 * trained + 2 * self.head,
+            _MASTER * trained + weights + _FLOAT * self.head + activations + max(logits, gradients),
+            "polish",
+            "--polish needs the whole model in memory:",
+            "use only --refine, which loads one layer at a time",
+        )
 
 
 def _count_attention(plan: Plan) -> int:
@@ -129,23 +243,24 @@ def count_trained(plan: Plan) -> int:
     return sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
 
 
+def needs_checkpointing(plan: Plan) -> bool:
+    """Return whether polishing keeps frozen weights in their stored dtypes, and runs layers again
+    for their gradients: if activations of all layers are large.
+    """
+    return CalibratedRun(plan, on_gpu=False).count_polish_activations() > MOST_ACTIVATIONS
+
+
 def estimate_memory_by_stage(plan: Plan, on_gpu: bool) -> list[MemoryNeed]:
     """Return what each stage of the run of ``plan`` needs, on a CPU or with a GPU."""
-    request = plan.request
-    if not request.calibrated:
-        return [_estimate_weights_only(plan)]
-    sizes = measure_sizes(plan)
-    needs = [_estimate_fit(plan, sizes, on_gpu)]
-    if request.refine:
-        needs.append(_estimate_refinement(plan, sizes, on_gpu))
-    needs.append(_estimate_comparison(plan, sizes, on_gpu))
-    if SELF in dict(
-        choose_calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
-    ):
-        needs.append(_estimate_text(plan, sizes, on_gpu))
-    if request.polish:
-        needs.append(_estimate_polishing(plan, sizes, on_gpu))
-    return [_add_libraries(need, on_gpu) for need in needs]
+    if plan.request.calibrated:
+        return [_add_libraries(need, on_gpu) for need in CalibratedRun(plan, on_gpu).list_needs()]
+    # One attention layer at a time, on the host.
+    read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
+    layer = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
+    if plan.mla_spec is not None:  # an SVD, and copies of the weights
+        layer = _DOUBLE * (_FIT_SQUARES * plan.geometry.model_dim**2 + 4 * _count_attention(plan))
+    advice = "use a machine with more memory"
+    return [MemoryNeed(_BASE + layer, 0, "model", "one layer needs", advice)]
 
 
 def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
@@ -153,138 +268,6 @@ def _add_libraries(need: MemoryNeed, on_gpu: bool) -> MemoryNeed:
     if on_gpu:
         return need._replace(host=need.host + _BASE_WITH_CUDA, gpu=need.gpu + _BASE_ON_GPU)
     return need._replace(host=need.host + need.gpu + _BASE_WITH_TEXT, gpu=0)
-
-
-def _estimate_weights_only(plan: Plan) -> MemoryNeed:
-    """Return what a run without text needs: one attention layer at a time, on the host."""
-    read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
-    layer = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-    if plan.mla_spec is not None:  # an SVD, and copies of the weights
-        layer = _DOUBLE * (_FIT_SQUARES * plan.geometry.model_dim**2 + 4 * _count_attention(plan))
-    return MemoryNeed(
-        _BASE + layer, 0, "model", "one layer needs", "use a machine with more memory"
-    )
-
-
-def _count_states(sizes: Sizes) -> int:
-    """Return the bytes of the hidden states of all text: before and after the source's layer, after
-    its attention, and the student's; of held-out text also the inputs of the attention.
-    """
-    return _FLOAT * sizes.width * (4 * sizes.tokens + 5 * sizes.held_out)
-
-
-def _estimate_fit(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
-    """Return what the conversion of a layer needs: the layer of both models, and passes of the text
-    or, after them, the fit.
-    """
-    square = _DOUBLE * sizes.width**2
-    chunk = min(_TOKENS[on_gpu], max(sizes.tokens, sizes.held_out))
-    # Of many experts each token passes a few: no more than the widest MLPs.
-    inner = min((sizes.layer - sizes.attention) // sizes.width, 16 * sizes.width)
-    running = _FLOAT * chunk * (inner + 12 * sizes.width)
-    fitting = 0
-    if plan.method.reads_text:
-        running += _SUM_SQUARES * square
-        fitting = _FIT_SQUARES * square + 2 * _DOUBLE * sizes.attention
-    return MemoryNeed(
-        # Of a GPU that is slow in float64 the fit is on the host.
-        _count_states(sizes) + fitting * on_gpu,
-        _FLOAT * (sizes.layer + sizes.converted) + max(running, fitting),
-        "samples",
-        f"fitting to --samples {plan.request.samples} of {sizes.length} tokens needs",
-        "lower --samples or --seq-len",
-    )
-
-
-def _estimate_refinement(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
-    """Return what the training of a layer needs: the layer of both models, what they learn, and the
-    trained weights with their gradients, moments and rounded copies.
-    """
-    batch = choose_refine_batch_size(sizes.length) * sizes.length
-    # On a GPU the inputs too, which on the host are the states.
-    examples = _FLOAT * sizes.width * sizes.tokens * (1 + on_gpu)
-    training = 2 * (_MASTER + _GRADIENT) * sizes.converted
-    activations = 2 * count_activation_bytes(1, sizes.attention, sizes.width, batch)
-    return MemoryNeed(
-        _count_states(sizes) + _SUM_SQUARES * _DOUBLE * sizes.width**2 * plan.method.reads_text,
-        _FLOAT * (sizes.layer + sizes.converted) + examples + training + activations,
-        "refine",
-        f"--refine on --samples {plan.request.samples} of {sizes.length} tokens needs",
-        "lower --samples or --seq-len, or convert without --refine",
-    )
-
-
-def _estimate_comparison(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
-    """Return what comparing the result with the source needs: a layer of both, or their logits."""
-    head = sizes.vocabulary * sizes.width
-    compared = max(sizes.held_out, min(LONG_LENGTH, plan.geometry.positions))
-    logits = _FLOAT * _COMPARED * min(_LOGITS[on_gpu], compared * sizes.vocabulary)
-    return MemoryNeed(
-        2 * head + 2 * _FLOAT * sizes.width * sizes.held_out,
-        max(2 * _FLOAT * head + logits, 2 * _FLOAT * (sizes.layer + sizes.converted)),
-        "device",
-        f"a vocabulary of {sizes.vocabulary} needs",
-        "convert without text (--method mean or svd)",
-    )
-
-
-def _estimate_text(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
-    """Return what the source needs to write calibration text: all of its weights and a cache."""
-    # On a GPU in 16 bits, as it is stored, unless the request says otherwise.
-    half = on_gpu and plan.request.precision != "float32"
-    weights = _FLOAT // (1 + half) * sum(prod(item.shape) for item in plan.model.tensors.values())
-    cached = plan.cache_elements * sizes.layers * sizes.length + 4 * sizes.vocabulary
-    return MemoryNeed(
-        weights * on_gpu,
-        weights + _FLOAT * cached * max(1, SELF_TOKENS // sizes.length),
-        "calibration",
-        "--calibration self (the default of chat models) needs the whole model in memory:",
-        f"lower --seq-len, or leave that text out with --calibration {SELF}:0",
-    )
-
-
-def _estimate_polishing(plan: Plan, sizes: Sizes, on_gpu: bool) -> MemoryNeed:
-    """Return what polishing needs: all frozen weights, the trained ones with moments, what a step
-    keeps of each layer, and then logits or, without them, gradients.
-    """
-    request = plan.request
-    head = sizes.vocabulary * sizes.width
-    trained = sizes.converted * sizes.layers
-    frozen = (sizes.layer - sizes.attention) * sizes.layers
-    batch = choose_batch_size(sizes.length) * sizes.length
-    steps = min(BLOCK_STEPS, count_polish_steps(request.polish, sizes.length))
-    activations = _count_polish_activations(sizes)
-    gradients = _GRADIENT * trained
-    if activations > MOST_ACTIVATIONS:
-        stored = sum(info.nbytes for info in plan.checkpoint.tensors.values())
-        weights = stored * frozen // plan.checkpoint.count_elements()
-        # A layer that runs, and its weights in float32.
-        gradients += activations // sizes.layers + _FLOAT * sizes.layer
-        activations = _FLOAT * sizes.layers * batch * sizes.width
-    else:
-        weights = _FLOAT * (frozen + trained)
-    logits = _FLOAT * _TRAINED * min(_LOGITS[on_gpu], batch * sizes.vocabulary)
-    return MemoryNeed(
-        # The source's states, and the trained weights as they were before and at their best.
-        _FLOAT * sizes.width * (steps * batch + sizes.held_out) + 4 * trained + 2 * head,
-        _MASTER * trained + weights + _FLOAT * head + activations + max(logits, gradients),
-        "polish",
-        "--polish needs the whole model in memory:",
-        "use only --refine, which loads one layer at a time",
-    )
-
-
-def needs_checkpointing(plan: Plan) -> bool:
-    """Return whether polishing keeps frozen weights in their stored dtypes, and runs layers again
-    for their gradients: if activations of all layers are large.
-    """
-    return _count_polish_activations(measure_sizes(plan)) > MOST_ACTIVATIONS
-
-
-def _count_polish_activations(sizes: Sizes) -> int:
-    """Return the bytes of activations of all layers in a step of polishing."""
-    batch = choose_batch_size(sizes.length) * sizes.length
-    return count_activation_bytes(sizes.layers, sizes.layer, sizes.width, batch)
 
 
 def estimate_memory(plan: Plan, on_gpu: bool) -> tuple[int, int]:
@@ -351,22 +334,30 @@ def check_free_memory(needs: Sequence[MemoryNeed], on_gpu: bool) -> None:
 
 def estimate_comparison_memory(elements: int, config: Any, tokens: int, on_gpu: bool) -> MemoryNeed:
     """Return what `kvfold drift` needs for ``tokens`` tokens and models of ``elements`` weights
-    with transformers' ``config``: a layer and the head of both, and their states.
+    with transformers' ``config``.
     """
     width = config.hidden_size
-    head = config.vocab_size * width
-    layer = (elements - head) // config.num_hidden_layers
-    chunk = min(_TOKENS[on_gpu], tokens)
-    running = 2 * layer + chunk * min(layer // width, 32 * width)
-    ends = 2 * head + _COMPARED * min(_LOGITS[on_gpu], tokens * config.vocab_size)
-    need = MemoryNeed(
+    layer = (elements - config.vocab_size * width) // config.num_hidden_layers
+    need = _estimate_comparison(layer, width, config.vocab_size, tokens, on_gpu)
+    return _add_libraries(need, on_gpu)
+
+
+def _estimate_comparison(
+    layer: int, width: int, vocabulary: int, tokens: int, on_gpu: bool
+) -> MemoryNeed:
+    """Return what a comparison of two models with layers of ``layer`` weights needs: the states of
+    both for ``tokens`` tokens, and a layer of both or their heads with logits.
+    """
+    head = vocabulary * width
+    running = 2 * layer + min(_TOKENS[on_gpu], tokens) * min(layer // width, 32 * width)
+    ends = 2 * head + _COMPARED * min(_LOGITS[on_gpu], tokens * vocabulary)
+    return MemoryNeed(
         2 * head,
         _FLOAT * (2 * tokens * width + max(running, ends)),
         "samples",
         "comparing the models needs",
         "lower --samples or --seq-len",
     )
-    return _add_libraries(need, on_gpu)
 
 
 def estimate_uptraining_memory(
