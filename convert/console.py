@@ -107,22 +107,17 @@ def _make_click_parameter(spec: Option) -> Decorator:
     )
 
 
-def add_json_option(
-    help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
-) -> Decorator:
-    """A decorator that adds the option ``--json FILE``, as the parameter ``json_file``."""
-    return click.option("--json", "json_file", metavar="FILE|-", help=help)
-
-
-def add_report_option(content: str) -> Decorator:
-    """A decorator that adds the option ``--report DIR``; ``content`` says in the help what is on
-    the page.
-    """
-    return click.option(
-        "--report",
-        metavar="DIR",
-        help=f"Also write DIR/report.html, a self-contained page with {content}.",
-    )
+json_option: Decorator = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE|-",
+    help="Also write the result to FILE; with -, write only it to stdout.",
+)
+report_option: Decorator = click.option(
+    "--report",
+    metavar="DIR",
+    help="Also write DIR/report.html, a self-contained page with tables and charts.",
+)
 
 
 class _EscapedStream(ObjectWrapper):

@@ -4,11 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfold.convert.console import (
-    add_json_option,
-    add_request_options,
-    print_result,
-)
+from kvfold.convert.console import add_request_options, json_option, print_result
 from kvfold.convert.formatting import format_bytes, format_count, format_labeled_rows, format_table
 from kvfold.convert.request import BenchRequest
 
@@ -21,7 +17,7 @@ _LONGEST_NAME = 24  # characters; the table then fits a terminal of 80 columns
 
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
 @add_request_options(BenchRequest)
-@add_json_option()
+@json_option
 def bench(request: BenchRequest, json_file: str | None) -> None:
     """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 

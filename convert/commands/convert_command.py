@@ -5,12 +5,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvfold.convert.console import (
-    add_json_option,
-    add_report_option,
-    add_request_options,
-    print_result,
-)
+from kvfold.convert.console import add_request_options, json_option, print_result, report_option
 from kvfold.convert.errors import InputError, escape_text
 from kvfold.convert.processes import count_launched
 from kvfold.convert.request import ConvertRequest
@@ -48,8 +43,8 @@ _recipe = click.option(
 @click.command(short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
 @add_request_options(ConvertRequest, _build_convert_request)
 @_recipe
-@add_json_option("Also write the result to FILE; with -, write only it to stdout.")
-@add_report_option("charts of the results")
+@json_option
+@report_option
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     if count_launched() > 1:

@@ -11,7 +11,7 @@ import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.commands.inspect_command import format_inspection
-from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.console import check_output_files, json_option, print_result
 from kvfold.convert.formatting import format_table
 from kvfold.convert.options import format_argv
 
@@ -23,7 +23,7 @@ TARGETS = json.loads(Path(__file__).with_name("demo_targets.json").read_text())
 
 @click.command(short_help="Convert the small shipped model to every target and measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
-@add_json_option()
+@json_option
 def demo(folder: str | None, json_file: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure every
     result. It takes about two minutes on one core.

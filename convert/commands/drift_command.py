@@ -12,11 +12,11 @@ from kvfold.attention.drift.metrics import (
 )
 from kvfold.attention.rounding_schemes import describe_cache_rounding
 from kvfold.convert.console import (
-    add_json_option,
-    add_report_option,
     add_request_options,
     check_models_and_load_torch,
+    json_option,
     print_result,
+    report_option,
     require_finite_predictions,
 )
 from kvfold.convert.conversion.judgment import format_verdict
@@ -46,8 +46,8 @@ rounding: the largest error of any layer that rounding alone causes
 @click.option(
     "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
 )
-@add_json_option()
-@add_report_option("charts of the drift")
+@json_option
+@report_option
 def drift(request: DriftRequest, layers: bool, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
     predictions.

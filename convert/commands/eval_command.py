@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import (
-    add_json_option,
     add_request_options,
     check_models_and_load_torch,
+    json_option,
     print_result,
     require_finite_predictions,
 )
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
 @add_request_options(EvalRequest)
-@add_json_option()
+@json_option
 def evaluate(request: EvalRequest, json_file: str | None) -> None:
     """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of
     the differences.

@@ -2,11 +2,11 @@
 
 import click
 
-from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.console import check_output_files, json_option, print_result
 
 
 @click.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")
-@add_json_option()
+@json_option
 def recipes(json_file: str | None) -> None:
     """List the shipped recipes for `kvfold convert --recipe`."""
     check_output_files(json_file)

@@ -9,11 +9,11 @@ import click
 from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.console import (
     STDOUT,
-    add_json_option,
-    add_report_option,
     add_request_options,
     check_models_and_load_torch,
+    json_option,
     print_result,
+    report_option,
 )
 from kvfold.convert.conversion.judgment import format_convert_command
 from kvfold.convert.errors import InputError
@@ -48,8 +48,8 @@ class _SweepCommand(click.Command):
 
 @click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
 @add_request_options(SweepRequest)
-@add_json_option("Also write the result to FILE; with -, write only it to stdout.")
-@add_report_option("the table and the curve")
+@json_option
+@report_option
 def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> None:
     """Fit and measure many targets of MODEL, the quickest first, without writing them.
 

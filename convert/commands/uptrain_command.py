@@ -8,9 +8,9 @@ import click
 
 from kvfold.convert.checkpoint.atomic import resolve_output_path
 from kvfold.convert.console import (
-    add_json_option,
     add_request_options,
     check_models_and_load_torch,
+    json_option,
     print_result,
 )
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
@@ -20,7 +20,7 @@ from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 @click.command(short_help="Train a converted checkpoint a little further.")
 @add_request_options(UptrainRequest)
-@add_json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
+@json_option
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 

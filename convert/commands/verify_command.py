@@ -3,7 +3,7 @@
 import click
 
 from kvfold.convert.checkpoint.files import RECORD
-from kvfold.convert.console import add_json_option, check_output_files, print_result
+from kvfold.convert.console import check_output_files, json_option, print_result
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_labeled_rows
 from kvfold.convert.progress import ProgressStages
@@ -11,7 +11,7 @@ from kvfold.convert.progress import ProgressStages
 
 @click.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
 @click.argument("out")
-@add_json_option()
+@json_option
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
