@@ -90,7 +90,7 @@ def _make_click_parameter(spec: Option) -> Decorator:
     spelling = format_option(spec.name)
     if spec.default is True:
         spelling += f"/{format_option(spec.name, False)}"
-    default = None if spec.default is MISSING or spec.multiple else spec.default
+    default = None if spec.default is MISSING else spec.default
     if isinstance(default, tuple):
         default = ",".join(map(str, default)) or None
     metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else "N"

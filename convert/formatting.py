@@ -89,26 +89,16 @@ def format_labeled_rows(rows: Iterable[tuple[str, str]], next_command: Sequence[
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table that fits the terminal, its first column left-aligned, the others
     right-aligned. Where it would be too wide, the cells of its widest columns wrap.
-
-    In a row with fewer cells than the first row, the last cell may be a sentence and takes the
-    width of the columns that it lacks.
     """
-    count = len(rows[0])
-    columns = zip(*(row for row in rows if len(row) == count), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    while sum(widths) + 2 * (count - 1) > count_columns() and max(widths) > _NARROWEST:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > count_columns() and max(widths) > _NARROWEST:
         widths[widths.index(max(widths))] -= 1
     lines = []
     for row in rows:
-        spans = widths[: len(row)]
-        if len(row) < count:
-            spans[-1] = sum(widths[len(row) - 1 :]) + 2 * (count - len(row))
-        wrapped = [wrap_text(cell, width) for cell, width in zip(row, spans, strict=True)]
+        wrapped = [wrap_text(cell, width) for cell, width in zip(row, widths, strict=True)]
         for cells in zip_longest(*wrapped, fillvalue=""):
-            aligned = [cell.rjust(width) for cell, width in zip(cells, spans, strict=True)]
-            aligned[0] = cells[0].ljust(spans[0])
-            if len(row) < count:
-                aligned[-1] = cells[-1]
+            aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+            aligned[0] = cells[0].ljust(widths[0])
             lines.append("  ".join(aligned).rstrip())
     return lines
 

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfold.convert.console import add_request_options, json_option, print_result
-from kvfold.convert.formatting import format_bytes, format_count, format_labeled_rows, format_table
+from kvfold.convert.formatting import (
+    count_columns,
+    format_bytes,
+    format_count,
+    format_labeled_rows,
+    format_table,
+    wrap_text,
+)
 from kvfold.convert.request import BenchRequest
 
 if TYPE_CHECKING:
@@ -31,21 +38,22 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
 
 
 def format_benchmark(benchmark: "Benchmark") -> str:
-    """The result as text: a table for each context length and batch size. A model that was not
-    timed has the reason in its row.
+    """The result as text: a table for each context length and batch size, and below it the reasons
+    why models were not timed.
     """
     versions = ", ".join(f"{name} {version}" for name, version in benchmark.versions.items())
     device = f"{benchmark.device}, {format_count(benchmark.threads, 'thread')}, {benchmark.dtype}"
     lines = [format_labeled_rows([("device", device), ("versions", versions)])]
     combinations = {(row["context"], row["batch"]) for row in benchmark.rows}
     for context, batch in sorted(combinations):
-        table = [
-            _format_benchmark_row(row)
-            for row in benchmark.rows
-            if (row["context"], row["batch"]) == (context, batch)
-        ]
+        rows = [row for row in benchmark.rows if (row["context"], row["batch"]) == (context, batch)]
+        table = [_format_benchmark_row(row) for row in rows if "failed" not in row]
         title = f"{context} tokens in the cache, batch {batch}"
         lines += ["", title, *format_table([_COLUMNS, *table])]
+        for row in rows:
+            if "failed" in row:
+                reason = f"{row['model']} does not run: {row['failed']}"
+                lines += wrap_text(reason, count_columns())
     return "\n".join(lines)
 
 
@@ -54,8 +62,6 @@ def _format_benchmark_row(row: dict[str, Any]) -> tuple[str, ...]:
     name = row["model"]
     if len(name) > _LONGEST_NAME:
         name = f"...{name[3 - _LONGEST_NAME :]}"
-    if "failed" in row:
-        return (name, f"does not run: {row['failed']}")
     prefill = row.get("prefill_tokens_per_s")
     return (
         name,
