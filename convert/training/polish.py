@@ -190,17 +190,11 @@ class PolishTask(TrainingTask):
             loss = sum_loss(self.stream, hidden, target, self.stream)
         (loss / tokens.numel()).backward()  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
     def measure_error(self) -> float:
         """Return the mean KL from the teacher's next-token distributions on held-out text, in nats
-        per token; leaves all figures in ``figures``.
-        """
-        self.figures = self._measure_held_out()
-        return self.figures["kl"]
-
-    @torch.no_grad()
-    def _measure_held_out(self) -> dict[str, float]:
-        """Return means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
-        teacher's loss (all in nats), and ``top_1_agreement``.
+        per token. ``figures`` then has the means over its tokens: ``kl`` from the teacher,
+        ``loss``, ``excess`` over the teacher's loss (all in nats), and ``top_1_agreement``.
         """
         tokens = self.held_out.tokens
         sums = torch.zeros(len(PredictionFigures._fields), dtype=torch.float64)
@@ -216,12 +210,13 @@ class PolishTask(TrainingTask):
                 drift = measure_prediction_drift(teacher_logits, logits, labels[block])
                 sums += drift.sum((1, 2)).cpu()
         figures = PredictionFigures(*(sums / tokens[:, 1:].numel()).tolist())
-        return {
+        self.figures = {
             "kl": figures.kl,
             "excess": figures.excess,
             "loss": figures.student_loss,
             "top_1_agreement": figures.agreement,
         }
+        return self.figures["kl"]
 
     def run_layers(self, tokens: Tensor) -> Tensor:
         """Return the student's residual stream after the last layer, ``[B, T, E]``, for ``tokens
