@@ -102,13 +102,7 @@ def convert_layer(
     from kvfold.convert.training.refine import refine_layer
 
     refined = refine_layer(walk_layer, tensors, make_refine_settings(plan, refine))
-    refinement = {
-        "before": refined.errors[0],
-        "after": min(refined.errors),
-        "steps": refined.steps,
-        "kept": refined.best_step,
-    }
-    return refined.tensors, {**layer.notes, "refinement": refinement}
+    return refined.tensors, {**layer.notes, "refinement": refined.summarize()}
 
 
 def fit_layer(

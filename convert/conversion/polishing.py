@@ -77,10 +77,7 @@ def polish_checkpoint(
     if result.tensors:
         _replace_tensors(plan, folder, result.tensors)
     return {
-        "before": result.errors[0],
-        "after": min(result.errors),
-        "steps": result.steps,
-        "kept": result.best_step,
+        **result.summarize(),
         "sequences": len(tokens.training_sequences),
         "curve": result.curve,
     }

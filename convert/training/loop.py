@@ -138,6 +138,15 @@ class TrainingResult:
     best_step: int = 0
     curve: list[dict[str, float]] = field(default_factory=list)
 
+    def summarize(self) -> dict[str, Any]:
+        """Return the entry about this training for ``kvfold.json``, without its curve."""
+        return {
+            "before": self.errors[0],
+            "after": min(self.errors),
+            "steps": self.steps,
+            "kept": self.best_step,
+        }
+
 
 def train(
     task: TrainingTask, batches: Iterator[list[int]], every: int, saved: Path | None = None
