@@ -17,7 +17,6 @@ out.
 
 import math
 import os
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -251,7 +250,7 @@ def run_latent_kernel(
     # merging reads little: several programs share a head so that none of them waits
     channels = min(_MERGED, rank_width)
     # Triton launches on the current device, wherever its arguments are
-    with torch.cuda.device(query.device) if on_gpu else nullcontext():
+    with torch.cuda.device(query.get_device()):  # -1, which changes nothing, on a CPU
         _attend_to_part_kernel[(batch, blocks, splits)](
             query,
             query_rope,
