@@ -10,6 +10,7 @@ from helpers import checkpoints
 from helpers.checkpoints import assert_same_tensors, edit_json, read_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.attention import measure_drift
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
@@ -73,6 +74,22 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
         assert each["excess"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
         assert each["sequences"] == 1  # of a fit of seconds
     assert "By position, on 1 x 512 tokens:" in (folded / "README.md").read_text()
+
+
+def test_the_recorded_drift_is_that_of_the_written_files(folded):
+    """The walk measures it before the files are complete."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokens = load_calibration([(None, 1.0)], tokenizer, QUICK["samples"], QUICK["seq_len"]).held_out
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (DEMO, folded)
+    ]
+    measured = measure_drift(*models, tokens, device="cpu", floor=False).to_dict()
+    recorded = read_json(folded / "kvfold.json")["drift"]
+    assert recorded["kl"]["value"] == pytest.approx(measured["kl"]["value"], rel=1e-4)
+    for layer, wanted in zip(recorded["layers"], measured["layers"], strict=True):
+        for name, value in wanted.items():
+            assert layer[name]["value"] == pytest.approx(value["value"], rel=1e-4), name
 
 
 def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
