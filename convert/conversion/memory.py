@@ -2,6 +2,7 @@
 and check that there is enough. Does not import torch.
 """
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -91,10 +92,9 @@ class CalibratedRun:
         self.on_gpu = on_gpu
         self.width = shape.model_dim
         self.layers = shape.layers
-        shapes = [tensor.shape for tensor in plan.model.tensors.values()]
-        # Wrappers pad the rows of their tables.
-        ends = sum(prod(size) for size in shapes if size and size[0] >= shape.vocabulary)
-        self.layer = (sum(map(prod, shapes)) - ends) // self.layers
+        tensors = plan.model.tensors.items()
+        numbered = [tensor for name, tensor in tensors if re.search(r"\b\d+\.", name)]
+        self.layer = sum(prod(tensor.shape) for tensor in numbered) // self.layers
         self.attention = _count_attention(plan)
         self.converted = count_trained(plan) // self.layers
         self.head = shape.vocabulary * self.width

@@ -82,15 +82,15 @@ class TrainingTask(ABC):
                 self.masters[name] = nn.Parameter(master)
         student.set_layer_tensors({**tensors, **self.masters})
         slices = freeze_constant_channel(self.masters) if constant else {}
-        self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
-        channels = measure_channel_scales(self.trained, slices) if by_channel else {}
+        trained = {name: m for name, m in self.masters.items() if m.requires_grad}
+        channels = measure_channel_scales(trained, slices) if by_channel else {}
         self.optimizer = torch.optim.Adam(
-            self.trained.values(), lr=1.0, betas=BETAS, eps=_EPS, fused=True
+            trained.values(), lr=1.0, betas=BETAS, eps=_EPS, fused=True
         )
         scale_adam_steps(
             self.optimizer,
-            self.trained,
-            measure_tensor_rms(self.trained, slices),
+            trained,
+            measure_tensor_rms(trained, slices),
             slices,
             channels,
         )

@@ -77,6 +77,14 @@ def test_hidden_states_stay_on_the_host_when_a_gpu_computes(config_only):
     assert host > states
 
 
+def test_wide_layers_count_beside_a_small_vocabulary(config_only, tmp_path):
+    large, _ = needs(config_only, polish=100)
+    config = json.loads((config_only / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2048}))
+    small, _ = needs(tmp_path, polish=100)
+    assert 0 < large - small < 2e9  # the heads alone
+
+
 def test_polishing_a_model_of_8b_fits_a_gpu_of_44_gb(config_only, tmp_path):
     shape = {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     config = json.loads((config_only / "config.json").read_text())
