@@ -150,7 +150,7 @@ def _run_uptraining(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     side_files = read_side_files(source)
     device = choose_device(request.device)
     # On a CPU a step of 65,536 tokens takes a small language model many minutes.
-    tokens = BATCH_TOKENS if device.type == "cpu" else FULL_BATCH
+    tokens = BATCH_TOKENS * count_launched() if device.type == "cpu" else FULL_BATCH
     tokens = max(1, tokens // request.seq_len) * request.seq_len
     request = replace(request, batch_tokens=request.batch_tokens or tokens)
     precision = choose_autocast_dtype(source, device, request.precision) or torch.float32
