@@ -51,7 +51,7 @@ class UptrainRequest(Request):
     batch_tokens: int | None = option(
         None,
         "Tokens per step, summed over all processes; a multiple of --seq-len. Default: about"
-        f" {FULL_BATCH}, on a CPU {BATCH_TOKENS}.",
+        f" {FULL_BATCH}, on a CPU {BATCH_TOKENS} for each process.",
         minimum=1,
     )
     relative_lr: float | None = option(
