@@ -73,13 +73,18 @@ def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise InputError(f"{path} is not a regular file; replace it with one")
             while start < end:
-                count = os.preadv(file, [buffer[: end - start]], start)
-                if count == 0:
-                    raise InputError(
-                        f"{path} ends before byte {end}: it changed while kvfold read it; run again"
-                    )
-                yield buffer[:count]
-                start += count
+                step = buffer[: end - start]
+                filled = 0
+                while filled < len(step):  # a read may return fewer bytes, and a part of an element
+                    count = os.preadv(file, [step[filled:]], start + filled)
+                    if count == 0:
+                        raise InputError(
+                            f"{path} ends before byte {end}: it changed while kvfold read it; run"
+                            " again"
+                        )
+                    filled += count
+                yield step
+                start += filled
         finally:
             os.close(file)
     except OSError as error:
