@@ -73,7 +73,7 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
             found = get_safetensors_metadata(model.partition("@")[0], revision=folder.name)
         except NotASafetensorsRepoError:
             return None
-        for file, header in found.files_metadata.items():
+        for file, header in sorted(found.files_metadata.items()):  # they came in any order
             for name, info in header.tensors.items():
                 if info.dtype not in DTYPES:
                     raise InputError(
