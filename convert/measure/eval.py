@@ -182,11 +182,14 @@ def draw_evaluation_inputs(
     shortest = _SHORTEST if request.retrieval else len(prefix) + 2
     for length in lengths:
         if not shortest <= length <= context:
+            advice = ""
+            if request.retrieval and length < shortest:
+                advice = "; measure shorter texts with --no-retrieval"
             raise option_error(
                 "lengths",
                 length,
                 f"must be at least {shortest} and at most {context}, the positions supported by"
-                f" {source.origin}; measure shorter texts with --no-retrieval",
+                f" {source.origin}{advice}",
             )
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
     bodies, _ = corpus.read_documents(lengths[-1] * request.samples * _BYTES_PER_TOKEN)
