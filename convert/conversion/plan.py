@@ -369,10 +369,15 @@ def check_kv_heads(kv_heads: int, geometry: ModelSizes, allow_growth: bool) -> N
     if allow_growth:
         allowed = [*reversed(growth), *allowed]
     if not allowed:
+        repeated = ""
+        if growth[1:]:
+            repeated = (
+                ", or repeat this head, for tensor parallelism, with --to gqa --allow-growth"
+                f" --kv-heads {' or '.join(map(str, growth[1:]))}"
+            )
         raise InputError(
             "the model is already MQA, with one key/value head, so fewer heads are impossible; use"
-            " it as it is, or repeat this head, for tensor parallelism, with --to gqa"
-            f" --allow-growth --kv-heads {' or '.join(map(str, growth[1:]))}"
+            f" it as it is{repeated}"
         )
     if kv_heads not in allowed:
         raise option_error(
