@@ -15,6 +15,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -273,8 +274,8 @@ def evaluate_model(
     """The results of the model in ``folder`` on all inputs, loaded for this call alone;
     ``rounding`` is that of its cache.
     """
-    with stages(f"reading {folder}"):
-        checkpoint = open_checkpoint(folder)
+    # Legacy files are as large as the model, which is beside them until they are closed.
+    with stages(f"reading {folder}"), closing(open_checkpoint(folder)) as checkpoint:
         checkpoint.print_notes()
         model = load_whole_model(checkpoint, request)
     if rounding is not None:
