@@ -253,9 +253,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         `measure_prediction_drift` by sequence, ``[B, figures]`` in float64; without a teacher, the
         model is compared with itself.
         """
-        # The last position has no next token and does not count.
         # Autocast would keep 16-bit copies of all weights until the end of this pass.
         torch.set_autocast_cache_enabled(False)
+        # The last position has no next token and does not count.
         states = self._head.compute_states(input_ids)[:, :-1]
         torch.set_autocast_cache_enabled(True)
         labels = input_ids[:, 1:]
