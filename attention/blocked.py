@@ -220,6 +220,7 @@ def weigh_values(
         _write_block_rows(result, block, multiply_values(weights, block.select_keys(value)))
         if saved is not None:
             saved.append(weights)
+        del weights  # before the next block's take as much
     return result
 
 
