@@ -131,12 +131,12 @@ def compare_models(
     for index in range(teacher.layers):
         errors = []
         with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
-            for batch, hidden in enumerate(expected):
+            for chunk, hidden in enumerate(expected):
                 output = layer(hidden)
                 shown = hidden.to(student.device, student.dtype)
-                error, actual[batch] = compare_batch(output, student_layer, shown, actual[batch])
+                error, actual[chunk] = compare_batch(output, student_layer, shown, actual[chunk])
                 errors.append(error)
-                expected[batch] = output.states
+                expected[chunk] = output.states
                 progress(2 * hidden.shape[:2].numel(), False)
         layers.append(make_layer_drift(errors))
     measured = compare_predictions(
