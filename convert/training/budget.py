@@ -13,8 +13,8 @@ AUTO_POLISH_STEPS = 200
 POLISH_ROUND = 25
 # KL of the model that ships after 61 thousand tokens, MLA 24+8 / 40+24 refined: 256 0.0768 /
 # 0.0221, 512 0.0826 / 0.0224, 1024 0.0931 / 0.0225, 2048 0.1090 / 0.0229, in 1.9, 1.3, 1 and 1
-# times the time (measured by a script in git history, 2026-11-26). Not smaller: a
-# batch has two sequences of the default length.
+# times the time (measured by a script in git history, 2026-11-26). Not smaller: a batch has two
+# sequences of the default length.
 BATCH_TOKENS = 1024
 # Sequences of a step of refinement. Excess loss of the model that ships after 40 steps on sequences
 # of 64 tokens, MQA / MLA 24+8: 2 +0.0411 / +0.0772, 8 +0.0338 / +0.0649, 32 +0.0324 / +0.0601, in 2
