@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
+from kvfold.attention.checks import expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import is_absorption_cheaper, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
@@ -96,6 +97,7 @@ class GroupedAttention(nn.Module):
         used for the rotary embedding; they default to the slot numbers. ``starts [B]`` are
         those of ``grouped_attention``.
         """
+        expect_shape("x", x, "B T E", {})
         query = _split_heads(self.query(x), self.heads)
         key = _split_heads(self.key(x), self.kv_heads)
         value = _split_heads(self.value(x), self.kv_heads)
@@ -179,6 +181,7 @@ class LatentAttention(nn.Module):
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
         cache, ``is_absorption_cheaper`` decides.
         """
+        expect_shape("x", x, "B T E", {})
         query = _split_heads(self.query(x), self.heads)
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
         c, key_rope = torch.split(self.down(x), [self.kv_rank, self.rope_dim], -1)

@@ -6,6 +6,7 @@ from torch import nn
 
 from kvfold.attention import (
     KVCache,
+    LatentAttention,
     absorb,
     apply_rotary,
     grouped_attention,
@@ -30,6 +31,17 @@ def latent(rope):
     return latent_attention(*map(torch.zeros, shapes), absorbed=True)
 
 
+def module(x):
+    query, down, up, output = (
+        nn.Linear(*size, bias=False) for size in ((8, 12), (8, 7), (5, 16), (8, 8))
+    )
+    sizes = {"heads": 2, "kv_rank": 5, "rope_dim": 2, "nope_dim": 4, "value_dim": 4}
+    theta = rotary_frequencies(2)
+    return LatentAttention(
+        query=query, down=down, up=up, output=output, frequencies=theta, **sizes
+    )(x)
+
+
 def append(heads=2, learns=False):
     token = torch.zeros(2, heads, 1, 8, requires_grad=learns)
     return KVCache(2, 2, 8, 4).append(token, token)
@@ -45,6 +57,7 @@ CASES = {
     "starts": lambda: grouped(starts=torch.zeros(2)),
     "lengths": lambda: grouped(lengths=torch.zeros(3, dtype=torch.int64)),
     "rotary queries": lambda: latent(rope=(2, 4, 2, 2)),
+    "hidden states": lambda: module(torch.zeros(3, 8)),
     "absorb": lambda: absorb(nn.Linear(2, 2)),
     "odd dims": lambda: rotary_frequencies(5),
     "positions": lambda: apply_rotary(QUERY[:, :, :2], TABLES),
