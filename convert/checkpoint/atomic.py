@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,14 +83,27 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
     """Raise InputError unless the existing path ``target`` may be replaced: it must be an empty
     folder or, with ``overwrite``, a folder with only files that kvfold wrote.
     """
-    # such as the folder of another user in /tmp
-    if not os.path.isdir(target) or not os.access(target, os.R_OK | os.W_OK | os.X_OK):
-        raise InputError(f"{target} exists and is not a writable folder; choose another OUT")
+    try:
+        names = os.listdir(target)
+    except OSError:
+        raise InputError(
+            f"{target} exists and is not a readable folder; choose another OUT"
+        ) from None
+    shared = target.parent.stat()
+    if shared.st_mode & stat.S_ISVTX and os.geteuid() not in (
+        0,
+        shared.st_uid,
+        target.lstat().st_uid,
+    ):
+        raise InputError(
+            f"{target} belongs to another user and cannot be replaced in {target.parent}; choose"
+            " another OUT"
+        )
     if os.path.ismount(target):
         raise InputError(
             f"{target} is a mount point, which cannot be replaced; choose a folder inside it"
         )
-    if not os.listdir(target):
+    if not names:
         return
     recorded: dict[str, str] = {}
     # kvfold writes no links: a snapshot in the hub cache has them
