@@ -70,10 +70,11 @@ def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
     with _translate_hub_errors(model):
         try:
             # by commit: all are of one version even if the branch moves on meanwhile
-            found = get_safetensors_metadata(model.partition("@")[0], revision=folder.name)
+            metadata = get_safetensors_metadata(model.partition("@")[0], revision=folder.name)
         except NotASafetensorsRepoError:
             return None
-        for file, header in sorted(found.files_metadata.items()):  # they came in any order
+        # in the order of the files, so that an error always names the same tensor
+        for file, header in sorted(metadata.files_metadata.items()):
             for name, info in header.tensors.items():
                 if info.dtype not in DTYPES:
                     raise InputError(

@@ -106,8 +106,8 @@ def fold_with_best_groups(
         return error, groups, weights
     # Use the average divisor of a norm: exact for identical heads, unlike least squares.
     averaged = replace(statistics, normed=None)
-    other_moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
-    other = fold_heads(other_moments, groups, layer.objective)
+    averaged_moments = compute_layer_moments(layer.weights, averaged, layer.rotary, layer.context)
+    other = fold_heads(averaged_moments, groups, layer.objective)
     other_error = layer.measure_error(other)
     if other_error < error:
         return other_error, groups, other
